@@ -1,6 +1,7 @@
 """Replicas for tests of collectives: real processes, joined by a gloo process group on this computer."""
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -217,6 +218,7 @@ def _fork_replicas(
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     for module in imports:
         importlib.import_module(module)
+    gc.freeze()  # a framework that collects garbage would visit what was imported
     arguments = before, connections, folder, address, function, args
     processes = [
         get_context("fork").Process(target=_replica, args=(i, *arguments)) for i in range(len(connections))

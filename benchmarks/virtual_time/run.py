@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from diloco.data.sampling import Batches, SlotBatches
+from diloco.data.sampling import Batches
 from diloco.data.shards import TokenShards
 from diloco.engine import elastic as elastic_rounds
 from diloco.rendezvous.log.entries import Rules
@@ -87,7 +87,7 @@ class Replica:
     seat: Seat
     state: TrainState
     world: World
-    batches: Batches | SlotBatches
+    batches: Batches
 
     def step(self, config: TrainConfig) -> None:
         """An inner step, as the trainer takes it."""

@@ -138,7 +138,7 @@ simulate step-seconds --num-params 0 --batch-tokens 1e6 --num-chips 64 --flops-p
 OF_A_RUN = """
 generate RUN --top-k 0                             => --top-k=0 must be at least 1
 chat RUN --max-tokens 0                            => --max-tokens=0 must be at least 1
-eval RUN --data nowhere.jsonl                      => nowhere.jsonl can't be read as questions: No such file
+eval RUN --data nowhere.jsonl                      => nowhere.jsonl can't be read: No such file
 """
 OF_A_STORE = """
 store status RUN --every-seconds 0                 => --every-seconds=0.0 must be above 0

@@ -1,18 +1,25 @@
 import hashlib
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.data.test_splits import write_rows
+from tests.data.corpora import write_rows
 
 from diloco.data import prepare as prepare_module
 from diloco.data.config import DataConfig
 from diloco.data.corpora import documents
-from diloco.data.prepare import PrepareProgress, prepare, resolve
+from diloco.data.prepare import (
+    PrepareProgress,
+    is_held_out,
+    is_held_out_by_position,
+    prepare,
+    resolve,
+    split_documents,
+)
 from diloco.data.shards import INDEX_FILE, SPLITS, open_split, read_index, shard_path
-from diloco.data.splits import is_held_out
 from diloco.data.tokenizers import load_tokenizer
 from diloco.errors import UserError
 
@@ -145,30 +152,24 @@ def test_bpe_training_reads_so_many_bytes_and_no_more(tmp_path, monkeypatch):
         assert read == expected
 
 
-def test_text_that_is_not_unicode_names_the_document(tmp_path):
-    source = write_rows(tmp_path / "a.jsonl", ["fine", "\ud800"])
-    with pytest.raises(UserError, match="document 'doc1' can't be encoded in UTF-8"):
-        prepare(DataConfig(train=(source,)), tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tokenizer": "bpe:300"}, "with data.tokenizer=bytes, not data.tokenizer=bpe:300"),
-        ({"held_out_fraction": 0.5}, "with data.held_out_fraction=0.2, not data.held_out_fraction=0.5"),
-        ({"train": ("stdlib",)}, r"with data.train=/.*rows\.jsonl, not data.train=stdlib: "),
-    ],
-)
 @pytest.mark.parametrize("complete", [True, False])
-def test_other_settings_are_refused_by_field_and_values(source, tmp_path, change, message, complete):
+def test_other_settings_are_refused_by_field_and_values(source, tmp_path, complete):
     settings = {"train": (source,), "held_out_fraction": 0.2}
     directory = prepare(DataConfig(**settings), tmp_path / "out")
     if not complete:
         (directory / "index.json").unlink()
-    with pytest.raises(UserError, match=message):
-        prepare(DataConfig(**settings | change), directory)
-    with pytest.raises(UserError, match="shard_tokens=67108864, not shard_tokens=5"):
-        prepare(DataConfig(**settings), directory, shard_tokens=5)
+
+    def refused(message, shard_tokens=2**26, **change):
+        with pytest.raises(UserError, match=message):
+            prepare(DataConfig(**settings | change), directory, shard_tokens=shard_tokens)
+
+    refused("with data.tokenizer=bytes, not data.tokenizer=bpe:300", tokenizer="bpe:300")
+    refused("with data.held_out_fraction=0.2, not data.held_out_fraction=0.5", held_out_fraction=0.5)
+    refused(r"with data.train=/.*rows\.jsonl, not data.train=stdlib: ", train=("stdlib",))
+    refused("shard_tokens=67108864, not shard_tokens=5", shard_tokens=5)
+    with Path(source).open("a") as file:
+        file.write('{"text": "more"}\n')
+    refused("source_digest")
 
 
 def test_a_directory_in_which_nothing_was_made_takes_other_settings(source, tmp_path):
@@ -194,15 +195,6 @@ def test_files_of_another_preparation_are_not_taken_for_this_ones(source, tmp_pa
     assert not (output / "settings.json").exists()
     (output / name).rename(output / "notes.txt")
     assert prepare(config, output) == output and (output / "index.json").exists()
-
-
-def test_a_source_that_changed_is_not_mixed_with_what_it_was(source, tmp_path):
-    config = DataConfig(train=(source,), held_out_fraction=0.2)
-    prepare(config, tmp_path / "out")
-    with Path(source).open("a") as file:
-        file.write('{"text": "more"}\n')
-    with pytest.raises(UserError, match="source_digest"):
-        prepare(config, tmp_path / "out")
 
 
 def test_progress_counts_up_to_everything(source, tmp_path, monkeypatch):
@@ -244,14 +236,12 @@ def test_resolve_takes_a_prepared_directory_unless_the_config_contradicts_it(sou
     Path(source).unlink()
     assert resolve(DataConfig(prepared=directory)) == directory
     assert resolve(DataConfig(prepared=directory, train=(source,), held_out_fraction=0.2)) == directory
-    with pytest.raises(
-        UserError, match=r"data.tokenizer=bpe:999 contradicts data.prepared=.*data.tokenizer=bytes"
+    for change, words in (
+        ({"tokenizer": "bpe:999"}, "data.tokenizer=bpe:999 contradicts data.prepared=.*data.tokenizer=bytes"),
+        ({"train": ("a.txt", "b.txt")}, r"data.train=a\.txt b\.txt contradicts data.prepared=.*rows\.jsonl"),
     ):
-        resolve(DataConfig(prepared=directory, tokenizer="bpe:999"))
-    with pytest.raises(UserError, match=r"data.train=a\.txt b\.txt contradicts data.prepared=.*rows\.jsonl"):
-        resolve(DataConfig(prepared=directory, train=("a.txt", "b.txt")))
-    with pytest.raises(UserError, match=r"has no index\.json"):
-        resolve(DataConfig(prepared=tmp_path / "absent"))
+        with pytest.raises(UserError, match=words):
+            resolve(DataConfig(prepared=directory, **change))
 
 
 def test_a_tokenizer_that_was_exchanged_is_noticed(source, tmp_path):
@@ -264,11 +254,6 @@ def test_a_tokenizer_that_was_exchanged_is_noticed(source, tmp_path):
     path.unlink()
     with pytest.raises(UserError, match="has lost its tokenizer"):
         load_tokenizer(directory)
-
-
-def test_an_output_that_is_a_file_is_refused(source, tmp_path):
-    with pytest.raises(UserError, match=r"rows\.jsonl can't be made a directory"):
-        prepare(DataConfig(train=(source,)), Path(source))
 
 
 def test_a_finished_directory_of_somebody_else_is_used_as_it_is(source, tmp_path):
@@ -284,20 +269,83 @@ def test_a_finished_directory_of_somebody_else_is_used_as_it_is(source, tmp_path
         prepare(config, output)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"train": ()}, "data.train names no source"),
-        ({"text_field": ""}, "data.text_field='' names no text"),
-        ({"held_out_fraction": 0.0}, "data.held_out_fraction=0.0 must lie between"),
-        ({"held_out_fraction": 1.0}, "data.held_out_fraction=1.0 must lie between"),
-        ({"max_train_bytes": 0}, "data.max_train_bytes=0 must be at least 1"),
-        ({"tokenizer": "bpe:8k"}, "data.tokenizer=bpe:8k is not of the form"),
-        ({"tokenizer": "bpe:1234567890"}, "data.tokenizer=bpe:1234567890 is not of the form"),
-        ({"held_out_fraction": 0.1, "held_out": ("a.txt", "b.txt")}, "data.held_out_fraction=0.1 contradicts"),
-    ],
-)
-def test_a_config_that_contradicts_itself_is_refused(fields, message):
-    with pytest.raises(UserError, match=message) as refusal:
-        DataConfig(**fields)
-    assert refusal.value.fields == tuple(f"data.{name}" for name in fields)
+def split_texts(split, **fields):
+    config = DataConfig(**fields)
+    parts = split_documents(config, by_position=is_held_out_by_position(config))
+    return [document.text for name, document in parts if name == split]
+
+
+def test_a_document_stays_in_its_split_whatever_is_beside_it(tmp_path):
+    texts = [f"text {i}" for i in range(300)]
+    everything = write_rows(tmp_path / "everything.jsonl", texts)
+    lines = (tmp_path / "everything.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "reversed.jsonl").write_text("".join(reversed(lines[:150])))
+    held_out = set(split_texts("held_out", train=(everything,), held_out_fraction=0.1))
+    fewer = split_texts("held_out", train=(str(tmp_path / "reversed.jsonl"),), held_out_fraction=0.1)
+    assert set(fewer) == held_out & set(texts[:150])
+    assert 15 <= len(held_out) <= 45
+
+
+def test_held_out_sources_take_no_training_document(tmp_path):
+    train = tuple(write_rows(tmp_path / f"{name}.jsonl", [name] * 40, name) for name in ("a", "b"))
+    held_out = (write_rows(tmp_path / "held_out.jsonl", ["h"] * 3),)
+    assert split_texts("train", train=train, held_out=held_out) == ["a"] * 40 + ["b"] * 40
+    assert split_texts("held_out", train=train, held_out=held_out) == ["h"] * 3
+
+
+def test_training_text_is_read_up_to_so_many_bytes_and_held_out_text_whole(tmp_path):
+    texts = [f"document {i}: né漢\n" * (i % 7) for i in range(200)]
+    source = write_rows(tmp_path / "rows.jsonl", texts)
+    other = write_rows(tmp_path / "other.jsonl", ["held out"] * 3, prefix="other")
+    least = next(n for n in range(200) if sum(len(text.encode()) for text in texts[:n]) >= 1000)
+    limited = {"train": (source, source), "held_out": (other,), "max_train_bytes": 1000}
+    assert split_texts("train", **limited) == texts[:least]
+    assert split_texts("held_out", **limited) == ["held out"] * 3
+    # With a fraction held out, as much is read, and what is held out of it is the same as without a limit.
+    fraction = {"train": (source,), "held_out_fraction": 0.2}
+    parts = {split: split_texts(split, **fraction, max_train_bytes=1000) for split in ("train", "held_out")}
+    read = parts["train"] + parts["held_out"]
+    assert sorted(read) == sorted(texts[: len(read)]) and len(read) > least
+    for split, part in parts.items():
+        assert split_texts(split, **fraction)[: len(part)] == part
+
+
+def test_the_end_of_each_document_is_held_out_where_hashing_would_leave_a_split_empty(tmp_path):
+    """A single text, such as one .txt file; with a second document in the other split, both stay whole."""
+    (tmp_path / "text.txt").write_text("né" * 100)
+    train = (str(tmp_path / "text.txt"),)
+    assert split_texts("train", train=train, held_out_fraction=0.1) == ["né" * 90]
+    assert split_texts("held_out", train=train, held_out_fraction=0.1) == ["né" * 10]
+    for prefix, is_whole in (("line", True), ("row", False)):
+        rows = write_rows(tmp_path / f"{prefix}.jsonl", ["one" * 10, "two" * 10, ""], prefix)
+        ids = [is_held_out(f"{prefix}{i}", 0.2) for i in range(3)]
+        assert any(ids) is is_whole, ids
+        lengths = {
+            split: sum(map(len, split_texts(split, train=(rows,), held_out_fraction=0.2)))
+            for split in ("train", "held_out")
+        }
+        assert lengths == ({"train": 30, "held_out": 30} if is_whole else {"train": 48, "held_out": 12})
+        directory = prepare(DataConfig(train=(rows,), held_out_fraction=0.2), tmp_path / prefix)
+        assert read_index(directory).held_out_by_position is not is_whole
+
+
+def test_a_limit_counts_bytes_where_it_is_decided_how_documents_are_split(tmp_path):
+    """The limit ends before the first document that hashing would hold out, though not in characters."""
+    out = next(i for i in range(100) if is_held_out(f"doc{i}", 0.2))
+    assert out > 3
+    source = write_rows(tmp_path / "rows.jsonl", ["漢" * 100] * (out + 1))
+    config = DataConfig(train=(source,), held_out_fraction=0.2, max_train_bytes=300 * out - 1)
+    assert read_index(prepare(config, tmp_path / "out")).held_out_by_position
+
+
+def test_an_empty_document_is_no_held_out_text(tmp_path):
+    empty = next(i for i in range(1000) if is_held_out(f"doc{i}", 0.01))
+    texts = [
+        "" if i == empty else "text" for i in range(empty + 2) if i == empty or not is_held_out(f"doc{i}", 0.01)
+    ]
+    ids = [i for i in range(empty + 2) if i == empty or not is_held_out(f"doc{i}", 0.01)]
+    rows = [{"id": f"doc{i}", "text": text * 100} for i, text in zip(ids, texts, strict=True)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = split_texts("held_out", train=(str(path),), held_out_fraction=0.01)
+    assert held_out == ["text"] * (len(ids) - 1), "the end of each document"

@@ -1,11 +1,12 @@
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.data.sampling import Batches, Sampler, SlotBatches, SlotSampler, permute
+from diloco.data.sampling import Batches, Sampler, SlotSampler, permute
 from diloco.data.shards import TokenShards
-from diloco.errors import UserError
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
 
@@ -57,48 +58,27 @@ def test_the_order_is_the_same_everywhere_and_forever():
     assert order == [916, 989, 827, 900, 856, 532, 466, 472]
 
 
-@pytest.mark.parametrize("fields", [{"num_windows": 0}, {"global_batch": 0}, {"seed": -1}, {"seed": 2**64}])
-def test_fields_out_of_range(fields):
-    with pytest.raises(UserError, match=next(iter(fields))):
-        Sampler(**{"num_windows": 10, "global_batch": 6} | fields)
-
-
 def tokens_of(length):
     return TokenShards(shards=(np.arange(length),), num_bytes=length, vocab_size=length, bos_id=0, digest="")
 
 
 def test_a_batch_is_the_windows_of_the_sampler():
-    shards = tokens_of(101)
     sampler = Sampler(num_windows=10, global_batch=4)
-    batches = Batches(shards=shards, sampler=sampler, sequence_length=10, replica=1, num_replicas=2)
-    batch = batches.batch(3)
+    windows = partial(sampler.windows, replica=1, num_replicas=2)
+    batch = Batches(shards=tokens_of(101), sequence_length=10, windows=windows).batch(3)
     assert batch.dtype == np.int64
     assert batch.shape == (2, 11)
     assert batch[:, 0].tolist() == (sampler.windows(3)[2:] * 10).tolist()
     assert (np.diff(batch) == 1).all()
 
 
-def test_batches_refuse_a_share_that_is_not_whole_at_once():
-    with pytest.raises(
-        UserError, match="global_batch=4 must be a multiple of num_replicas=3 times the 1 processes"
-    ):
-        Batches(
-            shards=tokens_of(101),
-            sampler=Sampler(num_windows=10, global_batch=4),
-            sequence_length=10,
-            num_replicas=3,
-        )
-
-
-def test_the_ranks_of_a_replica_together_read_its_slot():
-    def read(step: int, **ranks: int) -> list[list[int]]:
-        sampler, places = SlotSampler(num_windows=20, seed=3), {"slot": 1, "start": 50, "after_step": 2}
-        text = {"shards": tokens_of(201), "sequence_length": 10}
-        return SlotBatches(sampler=sampler, size=6, **text, **places, **ranks).batch(step).tolist()
-
+def test_the_ranks_of_a_replica_together_read_its_slot_from_where_it_was_taken_over():
+    sampler = SlotSampler(num_windows=20, seed=3)
     for step in (3, 4):
-        parts = [read(step, rank=rank, num_ranks=3) for rank in range(3)]
-        assert [window for part in parts for window in part] == read(step)
+        of_step = partial(sampler.of_step, step, slot=1, first=5, size=6, after_step=2)
+        parts = [of_step(rank=rank, num_ranks=3) for rank in range(3)]
+        assert np.array_equal(np.concatenate(parts), sampler.windows(1, 5 + 6 * (step - 3), 6))
+        assert np.array_equal(of_step(), sampler.of_step(step, slot=1, first=11, size=6, after_step=3))
 
 
 @given(st.integers(1, 300), st.integers(0, 63), st.integers(0, 2**64 - 1), st.data())
@@ -123,15 +103,6 @@ def test_as_many_slots_as_a_power_of_two_share_the_text_without_overlap(power, s
 def test_the_order_of_a_slot_is_the_same_everywhere_and_forever():
     order = SlotSampler(num_windows=1000, seed=42).windows(5, 990, 8).tolist()
     assert order == [586, 15, 551, 793, 884, 359, 628, 706]
-
-
-def test_a_batch_of_a_slot_goes_on_from_the_token_where_it_was_taken_over():
-    sampler = SlotSampler(num_windows=10)
-    fields = {"shards": tokens_of(101), "sampler": sampler, "sequence_length": 10, "size": 2, "slot": 3}
-    first, resumed = SlotBatches(start=40, **fields), SlotBatches(start=60, after_step=1, **fields)
-    assert first.batch(1).shape == (2, 11) and (np.diff(first.batch(1)) == 1).all()
-    assert first.batch(2)[:, 0].tolist() == (sampler.windows(3, 6, 2) * 10).tolist()
-    assert np.array_equal(resumed.batch(2), first.batch(2))
 
 
 SEEDS = st.integers(0, 2**64 - 1)

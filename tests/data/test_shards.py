@@ -1,19 +1,12 @@
-from contextlib import suppress
-from functools import partial
-from threading import Event
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.data.corpora import INDEX, SETTINGS
 
 from diloco.data.config import DataConfig
 from diloco.data.prepare import prepare
 from diloco.data.shards import (
-    Index,
-    PreparationSettings,
-    Shard,
-    ShardChecks,
     TokenShards,
     check_shard,
     open_split,
@@ -24,75 +17,12 @@ from diloco.data.shards import (
 )
 from diloco.errors import UserError
 
-SETTINGS = PreparationSettings(
-    train=("a.txt", "b.txt"),
-    held_out=(),
-    held_out_fraction=0.1,
-    tokenizer="bytes",
-    tokenizer_file_digest="",
-    source_digest="0f",
-    shard_tokens=8,
-    max_train_bytes=5,
-    text_field="text",
-)
-SHARD = Shard(num_tokens=8, num_documents=2, num_bytes=6, tokens_digest="3c")
-INDEX = Index(
-    settings=SETTINGS,
-    tokenizer_digest="1e",
-    vocab_size=257,
-    bos_id=256,
-    dtype="<u2",
-    splits={"train": (SHARD, SHARD), "held_out": (SHARD,)},
-    digest="2d",
-    held_out_by_position=False,
-)
-
 
 def test_an_index_is_read_as_it_was_written(tmp_path):
     write_record(tmp_path / "index.json", INDEX)
     write_record(tmp_path / "settings.json", SETTINGS)
     assert read_index(tmp_path) == INDEX
     assert read_settings(tmp_path / "settings.json") == SETTINGS
-
-
-def test_an_incomplete_directory(tmp_path):
-    with pytest.raises(UserError, match=r"has no index\.json: prepare it"):
-        read_index(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        ('"format": 2', '"format": 1', r"index\.json was prepared by another version of diloco: delete"),
-        ("{", "[", "can't be read"),
-        ('"text_field": "text"', '"name": "text"', "can't be read"),
-        ("{", "\xff", "can't be read"),
-        ('"vocab_size": 257', '"vocab_size": "257"', "vocab_size: expected int, got str.*: delete the"),
-        ('"vocab_size": 257', '"vocab_size": 256', "bos_id=256 is not below vocab_size=256"),
-        ('"vocab_size": 257', '"vocab_size": 1099511627776', "vocab_size: expected int <= 16777216"),
-        ('"vocab_size": 257', '"vocab_size": 65537', "dtype=<u2 is not that of vocab_size=65537"),
-        ('"dtype": "<u2"', '"dtype": "<u4"', "dtype=<u4 is not that of vocab_size=257"),
-        ('"dtype": "<u2"', '"dtype": "<u3"', "dtype: invalid enum value '<u3'"),
-        ('"num_bytes": 6', '"num_bytes": null', "num_bytes: expected int, got null"),
-        ('"num_bytes": 6', '"num_bytes": -6', "num_bytes: expected int >= 0"),
-        ('"num_tokens": 8', '"num_tokens": 1', "num_tokens=1 can't be those of num_documents=2"),
-        ('"num_tokens": 8', '"num_tokens": 1e999', "can't be read"),
-        ('"max_train_bytes": 5', '"max_train_bytes": []', "max_train_bytes: expected int . null, got array"),
-        ('"digest": "2d"', '"digest": "2d", "extra": 1', "unknown field extra"),
-        ('"tokens_digest": "3c"', '"tokens_digest": "../x"', "tokens_digest: "),
-        ('"train": [', '"trained": [', "can't be read"),
-        ('"held_out": []', '"held_out": 3', "can't be read"),
-        ('"held_out": []', '"held_out": ' + "[" * 100_000, "nested too deep"),
-    ],
-)
-def test_a_damaged_index_is_named(tmp_path, before, after, message):
-    path = tmp_path / "index.json"
-    write_record(path, INDEX)
-    text = path.read_text()
-    assert before in text
-    path.write_bytes(text.replace(before, after).encode("latin-1"))
-    with pytest.raises(UserError, match=message):
-        read_index(tmp_path)
 
 
 def tokens_of(*lengths):
@@ -175,32 +105,6 @@ def test_a_token_beyond_the_vocabulary_is_refused(prepared):
     rewritten(prepared, [256] * 90 + [257])
     with pytest.raises(UserError, match=r"train-00000\.bin holds token 257, beyond the vocabulary of 257"):
         open_split(prepared, "train").window(0, 3)
-
-
-def test_shards_are_checked_once_in_the_background_or_when_they_are_needed():
-    calls = []
-    gate, all_begun = Event(), Event()
-
-    def check(number):
-        assert gate.wait(20)
-        calls.append(number)
-        if len(calls) == 3:
-            all_begun.set()
-        if number == 2:
-            raise UserError("shard 2 is damaged")
-
-    checks = ShardChecks([partial(check, number) for number in range(3)])
-    checks.start()
-    gate.set()
-    for _ in range(2):
-        with suppress(UserError):
-            checks.ensure(1)
-    assert all_begun.wait(20)
-    with pytest.raises(UserError, match="shard 2 is damaged"):
-        checks.ensure(2)
-    with pytest.raises(UserError, match="shard 2 is damaged"):  # the run ends, whichever shard it reads next
-        checks.ensure(0)
-    assert sorted(calls) == [0, 1, 2]
 
 
 def test_a_finished_shard_that_was_altered_is_not_kept(prepared, tmp_path):

@@ -95,20 +95,6 @@ def test_a_trained_bpe_round_trips(bpe_path):
     assert not any(tokenizer.bos_id in ids for ids in encoded)
 
 
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        (256, "take bpe:257 at least"),
-        (50_000, "bpe:50000 is more than the"),
-        (999_999_999, r"bpe:\d+ at the most"),
-    ],
-)
-def test_a_vocabulary_that_cannot_be_had(tmp_path, size, message):
-    with pytest.raises(UserError, match=message):
-        train_bpe(["some text"], size, tmp_path / "tokenizer.json")
-    assert not list(tmp_path.iterdir())
-
-
 def test_truncation_padding_and_templates_of_the_file_are_ignored(bpe_path, tmp_path):
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
@@ -129,33 +115,6 @@ def test_the_usual_names_of_bos(bpe_path, tmp_path, bos):
     path = tmp_path / "tokenizer.json"
     path.write_text(bpe_path.read_text().replace("<bos>", bos))
     assert HuggingFaceTokenizer(path).bos_id == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new", "message"),
-    [
-        ("no.json", "<bos>", "<other>", "no token to precede a document"),
-        ("large.json", ": 599", ": 2147483648", r"large\.json has ids up to 2147483648: they must"),
-        ("long.json", "{", "{" + " " * 2**17, r"long\.json has more than 65,536 bytes: name another file"),
-        *(
-            (name, None, content, f"{name} is not a")
-            for name in ("broken.json", "broken.model")
-            for content in ("", "{}")
-        ),
-    ],
-)
-def test_a_file_that_is_no_tokenizer_of_ours_is_named(bpe_path, tmp_path, monkeypatch, name, old, new, message):
-    monkeypatch.setattr("diloco.data.tokenizers._MOST_FILE_BYTES", 2**16)
-    (tmp_path / name).write_text(new if old is None else bpe_path.read_text().replace(old, new))
-    with pytest.raises(UserError, match=message):
-        load_tokenizer(tmp_path / name)
-
-
-@pytest.mark.parametrize("spec", ["byte", "absent/tokenizer.json", "/", "bpe:9000"])
-def test_an_unknown_spec_says_what_is_known(spec):
-    message = "prepared directory" if spec.startswith("bpe:") else "is neither bytes, nor"
-    with pytest.raises(UserError, match=message):
-        load_tokenizer(spec)
 
 
 def test_an_entry_that_text_encodes_to_is_no_bos(tmp_path):

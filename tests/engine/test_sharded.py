@@ -16,8 +16,8 @@ from torch.distributed.tensor import distribute_module
 
 import diloco
 from diloco.engine.parameters import gathered, local
+from diloco.models.cross_entropy import cross_entropy
 from diloco.models.decoder_config import DecoderConfig
-from diloco.models.language_model import next_token_loss
 from diloco.outer.digest import parameters_hash
 from diloco.schedule import Sync
 
@@ -76,7 +76,7 @@ def windows(seed: int) -> torch.Tensor:
 def loss_of(model: nn.Module, window: torch.Tensor, mesh: DeviceMesh) -> tuple[torch.Tensor, float]:
     """This process's loss on its share of the sequences, and the replica's on all of them."""
     share = window.chunk(mesh.shape[1])[mesh.get_local_rank("shard")]
-    loss, _ = next_token_loss(logits(model, share[:, :-1]), share[:, 1:])
+    loss, _ = cross_entropy(logits(model, share[:, :-1]).flatten(0, 1), share[:, 1:].flatten(), 0.0)
     mean = loss.detach().clone()
     dist.all_reduce(mean, group=mesh.get_group("shard"))
     return loss, mean.item() / mesh.shape[1]

@@ -25,28 +25,25 @@ CPU = torch.device("cpu")
 needs_questions = pytest.mark.skipif(not EVAL.is_dir(), reason=f"no questions in {EVAL}")
 
 
-def score(model, path: Path, *, tokenizer=None, limit=None, max_length=4096):
+@pytest.fixture(autouse=True)
+def _no_report_of_the_machine(monkeypatch):
+    """The harness would ask pip for all that is installed."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda *_: None)
+
+
+def score(model, tasks: dict[str, Path], *, tokenizer=None, limit=None):
     from diloco.evaluation.zero_shot import score_tasks
 
-    tokenizer = tokenizer or ByteTokenizer()
-    scores = score_tasks(model, tokenizer, {"task": path}, max_length=max_length, device=CPU, limit=limit)
-    return scores["task"]
+    return score_tasks(model, tokenizer or ByteTokenizer(), tasks, max_length=4096, device=CPU, limit=limit)
+
+
+def write_questions(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
 
 
 def questions(path: Path, limit: int | None = None) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()[:limit]]
-
-
-def test_texts_stay_as_they_are(tmp_path):
-    """The harness neither parses dates nor splits at line separators that JSON does not know."""
-    path = tmp_path / "texts.jsonl"
-    rows = [
-        {"query": "Hastings\u2028was on\x85", "choices": ["1066-10-14", "1067-01-01"], "gold": 0},
-        {"query": "And London fell on", "choices": ["1066-12-25", "1066-12-26"], "gold": 0},
-    ]
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    model = DecoderConfig(num_layers=1, num_heads=1, width=8, vocab_size=257).build(seed=0)
-    assert score(model, path)["acc"] in (0, 0.5, 1)
 
 
 class Scripted(LanguageModel):
@@ -103,38 +100,41 @@ class Knowing(Scripted):
 
 
 @needs_questions
-@pytest.mark.parametrize("name", ["hellaswag_val", "piqa_val", "arc_easy_test"])
-def test_uniform_likelihood_chooses_the_answer_with_the_fewest_tokens(name, tmp_path):
-    limit = 100
+@pytest.mark.slow
+def test_uniform_likelihood_chooses_the_answer_with_the_fewest_tokens(tmp_path):
+    limit, names = 50, ("hellaswag_val", "piqa_val", "arc_easy_test")
+    files = {
+        name: write_questions(tmp_path / name, questions(EVAL / f"{name}.jsonl", limit + 9)) for name in names
+    }
     train_bpe((q["query"] for q in questions(EVAL / "arc_easy_val.jsonl")), 512, tmp_path / "tokenizer.json")
     for tokenizer in (ByteTokenizer(), load_tokenizer(tmp_path)):
-        right = []
-        for question in questions(EVAL / f"{name}.jsonl", limit):
-            query = question["query"]
-            before = len(tokenizer.encode([query])[0])
-            lengths = [len(tokenizer.encode([f"{query} {c}"])[0]) - before for c in question["choices"]]
-            right.append(lengths.index(min(lengths)) == question["gold"])
-        model = Uniform(tokenizer.vocab_size)
-        scores = score(model, EVAL / f"{name}.jsonl", tokenizer=tokenizer, limit=limit)
-        assert scores["acc"] == pytest.approx(np.mean(right), abs=1e-12)
-        p = scores["acc"]
-        assert scores["acc_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / (len(right) - 1)))
+        scores = score(Uniform(tokenizer.vocab_size), files, tokenizer=tokenizer, limit=limit)
+        for name, path in files.items():
+            right = []
+            for question in questions(path, limit):
+                query = question["query"]
+                before = len(tokenizer.encode([query])[0])
+                lengths = [len(tokenizer.encode([f"{query} {c}"])[0]) - before for c in question["choices"]]
+                right.append(lengths.index(min(lengths)) == question["gold"])
+            p = np.mean(right)
+            assert scores[name]["acc"] == pytest.approx(p, abs=1e-12) and 0 < p < 1
+            assert scores[name]["acc_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / (limit - 1)))
 
 
 def test_a_model_that_knows_the_answers_scores_all(tmp_path):
+    """Texts stay as they are: dates are not parsed, and a line separator that JSON does not know ends none."""
     rows = [
-        {"query": f"What is {n} and {n}?", "choices": [str(n), str(2 * n + 1), f"it is {2 * n}"], "gold": 2}
+        {"query": f"What\u2028is {n} and\x85{n}?", "choices": [f"1066-10-1{n}", f"it is {2 * n}"], "gold": n % 2}
         for n in range(5)
     ]
-    path = tmp_path / "sums.jsonl"
-    path.write_text("".join(json.dumps(question) + "\n" for question in rows))
-    scores = score(Knowing(rows), path)
-    assert scores["acc"] == scores["acc_norm"] == 1.0
-    wrong = [question | {"gold": 0} for question in rows]
-    assert score(Knowing(wrong), path)["acc"] == 0.0
+    wrong = [row | {"gold": 1 - row["gold"]} for row in rows]
+    files = {name: write_questions(tmp_path / name, some) for name, some in (("right", rows), ("wrong", wrong))}
+    scores = score(Knowing(rows), files)
+    assert scores["right"]["acc"] == scores["right"]["acc_norm"] == 1.0 and scores["wrong"]["acc"] == 0.0
 
 
 @needs_questions
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bytes", "dolma"])
 def test_the_harness_own_class_gives_the_same_likelihoods(kind, tmp_path):
     transformers = pytest.importorskip("transformers")
@@ -217,10 +217,9 @@ def test_a_task_that_cannot_be_loaded_is_a_users_mistake(error, monkeypatch, tmp
         raise error
 
     monkeypatch.setattr(zero_shot, "simple_evaluate", simple_evaluate)
-    path = tmp_path / "mine.jsonl"
-    path.write_text(json.dumps({"query": "1 + 1 =", "choices": ["2", "3"], "gold": 0}) + "\n")
-    with pytest.raises(UserError, match="tasks task can't be loaded or scored: no such split") as refusal:
-        score(Uniform(), path)
+    path = write_questions(tmp_path / "mine.jsonl", [{"query": "1 + 1 =", "choices": ["2", "3"], "gold": 0}])
+    with pytest.raises(UserError, match="tasks mine can't be loaded or scored: no such split") as refusal:
+        score(Uniform(), {"mine": path})
     assert refusal.value.field == "tasks"
 
 

@@ -2,16 +2,14 @@
 
 import logging
 import os
-import signal
-import time
 import warnings
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from tests.integrations.jobs import build, die, is_killed, meet_at
 from torch import nn
 
 import diloco
@@ -22,13 +20,6 @@ EPOCHS, KILLED_AT = 5, 11
 """The last checkpoint is then that of step 9, in which a fragment is in flight."""
 STEPS = 15
 ACCUMULATED = 2
-
-
-def build(module: nn.Module) -> diloco.StreamingDiLoCo:
-    is_joined = "DILOCO_ADDRESS" in os.environ
-    exchange = diloco.connect(timeout_seconds=60, leader=True) if is_joined else diloco.LoopbackExchange()
-    schedule = diloco.Schedule(sync_every=4, num_fragments=1, overlap_steps=2)
-    return diloco.StreamingDiLoCo(module, fragments=diloco.whole(module), schedule=schedule, exchange=exchange)
 
 
 class Module(pl.LightningModule):
@@ -91,25 +82,29 @@ def fit(trainer: Any, module: Module, **options: Any) -> None:
 class Kill(pl.Callback):
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         if trainer.global_step == KILLED_AT:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
 
-def train_and_be_killed(folder: str, port: int) -> None:
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{port}"
+def train_and_be_killed(folder: str) -> None:
     fit(trainer_of(folder, Kill()), Module())
 
 
-def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
-    """A run that is killed and resumed, and then the same run undisturbed."""
+def train(folder: str, ports: list[int]) -> Any:
+    """Numbers 0 and 1 are replicas of a process each, and 2 to 5 two replicas of two processes."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    folder = f"{folder}/replica-{os.environ['DILOCO_REPLICA']}"
-    killed = get_context("fork").Process(target=train_and_be_killed, args=(folder, ports[0]))
-    killed.start()
-    killed.join(40)
-    assert killed.exitcode == -signal.SIGKILL
+    number = int(os.environ["DILOCO_REPLICA"])
+    os.environ["DILOCO_NUM_REPLICAS"] = "2"
+    if number < 2:
+        return train_replica(f"{folder}/replica-{number}", number, ports[:4])
+    return train_one_of_two(*divmod(number - 2, 2), ports[4:])
 
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[1]}"
+
+def train_replica(folder: str, replica: int, ports: list[int]) -> dict[str, Any]:
+    """A run that is killed and resumed, and then the same run undisturbed."""
+    is_killed(train_and_be_killed, folder, port=ports[0])
+
+    meet_at(ports[1])
     trainer, module = trainer_of(folder), Module()
     (last,) = Path(folder).rglob("last.ckpt")
     fit(trainer, module, ckpt_path=str(last))
@@ -118,13 +113,13 @@ def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
     best = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
     loaded = Module.load_from_checkpoint(f"{folder}/shipped.ckpt", weights_only=True)
 
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[2]}"
+    meet_at(ports[2])
     undisturbed = trainer_of(f"{folder}/undisturbed", limit_val_batches=0, enable_checkpointing=False)
     fit(undisturbed, Module())
 
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[3]}"
+    meet_at(ports[3])
     with pytest.raises(diloco.DisagreementError, match="disagree on estimated_stepping_batches: replica 0 has 6"):
-        fit(trainer_of(f"{folder}/uneven", max_steps=6 + int(os.environ["DILOCO_REPLICA"])), Module())
+        fit(trainer_of(f"{folder}/uneven", max_steps=6 + replica), Module())
     return {
         "hash": engine.outer_hash(),
         "num_steps": engine.num_steps,
@@ -134,17 +129,15 @@ def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
         "tested": trainer.test(module, data(99, 16), ckpt_path="best", verbose=False),
         "own_of_best": parameters_hash(best["diloco"]["own"]),
         "weights_of_best": parameters_hash(best["state_dict"]),
-        "seconds": time.process_time(),
     }
 
 
-def train_one_of_two(ports: list[int]) -> tuple[str, str, int]:
+def train_one_of_two(replica: int, rank: int, ports: list[int]) -> tuple[str, str, int]:
     """One of the two processes of a replica with DDP inside, started as torchrun starts them."""
-    warnings.simplefilter("ignore")
-    replica, rank = divmod(int(os.environ["DILOCO_REPLICA"]), 2)
-    os.environ |= {"DILOCO_REPLICA": str(replica), "DILOCO_NUM_REPLICAS": "2", "TORCHELASTIC_RUN_ID": "none"}
+    os.environ |= {"DILOCO_REPLICA": str(replica), "TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[replica])}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[replica])}
+    meet_at(ports[2])
     trainer, module = trainer_of("", strategy="ddp", devices=2, enable_checkpointing=False, max_steps=6), Module()
     fit(trainer, module)
     shipped = parameters_hash(dict(module.named_parameters()))

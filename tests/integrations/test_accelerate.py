@@ -1,13 +1,12 @@
 """Accelerate: two replicas, each a job of its own, in Accelerate's own loop."""
 
 import os
-import signal
 import warnings
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
 import torch
+from tests.integrations.jobs import build, die, is_killed, meet_at, refused_inside_a_job
 from tests.ports import free_port
 from tests.processes import run_replicas
 from torch import nn
@@ -20,12 +19,6 @@ pytestmark = pytest.mark.slow
 
 STEPS, SAVED_AT, KILLED_AT = 14, 9, 11
 ACCUMULATED = 2
-
-
-def build(model: nn.Module) -> diloco.StreamingDiLoCo:
-    exchange = diloco.connect(timeout_seconds=30) if "DILOCO_ADDRESS" in os.environ else diloco.LoopbackExchange()
-    schedule = diloco.Schedule(sync_every=4, num_fragments=1, overlap_steps=2)
-    return diloco.StreamingDiLoCo(model, fragments=diloco.whole(model), schedule=schedule, exchange=exchange)
 
 
 class Job:
@@ -59,11 +52,10 @@ class Job:
                 if save is not None and micro_step + 1 == ACCUMULATED * SAVED_AT:
                     self.accelerator.save_state(save)
                 if save is not None and micro_step + 1 == ACCUMULATED * KILLED_AT:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    die()
 
 
-def train_and_be_killed(folder: str, port: int) -> None:
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{port}"
+def train_and_be_killed(folder: str) -> None:
     Job().train(save=folder)
 
 
@@ -71,12 +63,9 @@ def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
     """A run that is killed and resumed, and then the same run undisturbed."""
     warnings.simplefilter("default")
     folder = f"{folder}/replica-{os.environ['DILOCO_REPLICA']}"
-    killed = get_context("fork").Process(target=train_and_be_killed, args=(folder, ports[0]))
-    killed.start()
-    killed.join(40)
-    assert killed.exitcode == -signal.SIGKILL
+    is_killed(train_and_be_killed, folder, port=ports[0])
 
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[1]}"
+    meet_at(ports[1])
     job, held_out = Job(), torch.randn(64, 8, generator=torch.Generator().manual_seed(99))
     job.accelerator.load_state(folder)
     engine = job.diloco.engine
@@ -89,7 +78,7 @@ def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
     loaded = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     accelerate.load_checkpoint_in_model(loaded, f"{folder}/shipped")
 
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[2]}"
+    meet_at(ports[2])
     undisturbed = Job()
     undisturbed.train()
     return {
@@ -112,40 +101,21 @@ def test_two_replicas_are_killed_and_resume(tmp_path):
     assert after < evaluated
 
 
-def test_a_loop_without_step_is_refused():
+def test_a_loop_without_step_is_refused_and_an_error_in_it_stays_what_it_is():
     with pytest.raises(diloco.UserError, match="no inner step was counted: call step"), Job().diloco:
         pass
-
-
-def test_an_error_in_the_loop_stays_what_it_is():
     with pytest.raises(KeyError), Job().diloco:
         raise KeyError
 
 
-def test_sharded_models_are_refused():
+def test_sharded_models_and_the_processes_of_one_job_are_refused(monkeypatch, tmp_path):
     from diloco.integrations.accelerate import DiLoCo
 
     accelerator = Job().accelerator
     accelerator.state.distributed_type = accelerate.DistributedType.FSDP
     with pytest.raises(diloco.UserError, match="DiLoCo is for whole replicas, as LocalSGD is, not with FSDP"):
         DiLoCo(accelerator=accelerator, model=nn.Linear(1, 1), build=build)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_the_processes_of_one_job_are_no_replicas(monkeypatch, tmp_path):
-    """Accelerate would average their gradients, and its wrapper is taken off before the engine sees the model."""
-    from diloco.integrations.accelerate import DiLoCo
-
-    def build_inside(model: nn.Module) -> diloco.StreamingDiLoCo:
-        schedule = diloco.Schedule(sync_every=4, num_fragments=1)
-        exchange = diloco.ProcessGroupExchange()
-        return diloco.StreamingDiLoCo(model, fragments=diloco.whole(model), schedule=schedule, exchange=exchange)
-
-    accelerator = Job().accelerator
+    accelerator = Job().accelerator  # its wrapper is taken off before the engine sees the model
     monkeypatch.setattr(accelerate.Accelerator, "num_processes", 2)
-    torch.distributed.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
-    try:
-        with pytest.raises(diloco.UserError, match="the 2 processes of this job average their gradients"):
-            DiLoCo(accelerator=accelerator, model=nn.Linear(1, 1), build=build_inside)
-    finally:
-        torch.distributed.destroy_process_group()
+    with refused_inside_a_job(tmp_path) as build_inside:
+        DiLoCo(accelerator=accelerator, model=nn.Linear(1, 1), build=build_inside)

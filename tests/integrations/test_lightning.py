@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.jobs import refused_inside_a_job
 from tests.ports import free_port
 from tests.processes import run_replicas
-from torch import nn
 
 import diloco
 
@@ -23,9 +23,15 @@ def jobs() -> Any:
     return lightning_jobs
 
 
-def test_two_replicas_are_killed_and_resume(jobs, tmp_path):
-    ports = [free_port() for _ in range(4)]
-    results = run_replicas(jobs.train_replica, 2, str(tmp_path), ports, joined=False, timeout_seconds=120)
+@pytest.fixture(scope="module")
+def trained(jobs, tmp_path_factory) -> list[Any]:
+    """The results of six processes, which find Lightning imported."""
+    arguments = (str(tmp_path_factory.mktemp("replicas")), [free_port() for _ in range(7)])
+    return run_replicas(jobs.train, 6, *arguments, joined=False, timeout_seconds=120)
+
+
+def test_two_replicas_are_killed_and_resume(jobs, trained):
+    results = trained[:2]
     for result in results:
         assert result["num_steps"] == jobs.STEPS, "micro-steps do not count"
         assert result["hash"] == result["undisturbed"], "neither kill -9 nor validation change a bit"
@@ -41,10 +47,8 @@ def test_two_replicas_are_killed_and_resume(jobs, tmp_path):
     assert first["validated"][-1] < first["validated"][0]
 
 
-def test_two_replicas_of_two_processes_with_ddp_agree(jobs):
-    ports = [free_port() for _ in range(2)]
-    results = run_replicas(jobs.train_one_of_two, 4, ports, joined=False, timeout_seconds=120)
-    assert results == [(results[0][0], results[0][0], 6)] * 4
+def test_two_replicas_of_two_processes_with_ddp_agree(trained):
+    assert trained[2:] == [(trained[2][0], trained[2][0], 6)] * 4
 
 
 def test_trainers_that_would_lose_the_outer_parameters_are_refused(jobs, tmp_path):
@@ -65,26 +69,10 @@ def test_trainers_that_would_lose_the_outer_parameters_are_refused(jobs, tmp_pat
 
 
 def test_one_trainer_whose_processes_are_replicas_is_refused(jobs, tmp_path, monkeypatch):
-    def build_inside(module: nn.Module) -> diloco.StreamingDiLoCo:
-        return diloco.StreamingDiLoCo(
-            module,
-            fragments=diloco.whole(module),
-            schedule=diloco.Schedule(sync_every=4, num_fragments=1),
-            exchange=diloco.ProcessGroupExchange(),
-        )
-
     trainer = jobs.trainer_of(str(tmp_path))
     monkeypatch.setattr(jobs.pl.Trainer, "world_size", 2)
-    store = (tmp_path / "store").as_uri()
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        with pytest.raises(
-            diloco.UserError,
-            match=r"the 2 processes of this job average their gradients.* with exchange=diloco.connect",
-        ):
-            jobs.DiLoCoCallback(build_inside).setup(trainer, jobs.Module(), "fit")
-    finally:
-        torch.distributed.destroy_process_group()
+    with refused_inside_a_job(tmp_path) as build_inside:
+        jobs.DiLoCoCallback(build_inside).setup(trainer, jobs.Module(), "fit")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,16 +1,19 @@
-"""Ray Train: two replicas, each a TorchTrainer of its own, in one cluster on this computer."""
+"""Ray Train: a replica in a TorchTrainer, and another in a process that does without Ray, which costs less."""
 
 import importlib.util
 import os
+import shutil
 import signal
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.integrations.jobs import meet_at
 from tests.ports import free_port
 from tests.processes import run_replicas
 
@@ -21,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 KILLED_AT = 11
+IMPORTS = ["ray.train.torch"]
 
 
 def example() -> Any:
@@ -32,14 +36,14 @@ def example() -> Any:
 
 
 def killing(folder: str) -> Any:
-    """The example's loop, in which every replica dies once, after the step KILLED_AT."""
+    """The example's loop, which dies once, after the step KILLED_AT."""
 
     def train_loop_per_worker(config: dict[str, Any]) -> None:
         module = example()
         batch_of = module.batch_of
 
         def batch_or_death(replica: int, step: int) -> Any:
-            died = Path(folder, f"died-{replica}")
+            died = Path(folder, "died")
             if step == KILLED_AT + 1 and not died.exists():
                 died.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -49,6 +53,29 @@ def killing(folder: str) -> Any:
         module.train_loop_per_worker(config)
 
     return train_loop_per_worker
+
+
+CONFIG = {"lr": 0.1, "num_replicas": 2, "num_steps": 14, "save_every": 3}
+
+
+def train_without_ray(folder: str, address: str) -> dict[str, Any]:
+    """The last metrics of replica 1: the example's loop, which is started again, as Ray does, when it fails."""
+    import ray.train.torch
+
+    reported: list[Any] = []
+
+    def report(metrics: dict[str, Any], checkpoint: Any) -> None:
+        kept = shutil.copytree(checkpoint.path, Path(folder, str(len(reported))))
+        reported.append(SimpleNamespace(metrics=metrics, checkpoint=ray.train.Checkpoint(kept)))
+
+    ray.train.report, ray.train.torch.prepare_model = report, lambda model: model
+    ray.train.get_context = lambda: SimpleNamespace(get_world_rank=lambda: 0)
+    ray.train.get_all_reported_checkpoints = lambda: reported
+    for _ in range(3):
+        with suppress(diloco.ExchangeError):
+            example().train_loop_per_worker({**CONFIG, "replica": 1, "address": address})
+            break
+    return reported[-1].metrics
 
 
 def take_the_common_one() -> list[Any]:
@@ -72,13 +99,8 @@ def take_the_common_one() -> list[Any]:
     return results
 
 
-def test_all_replicas_take_the_newest_checkpoint_that_all_have():
-    pytest.importorskip("ray")
-    assert run_replicas(take_the_common_one, 2, joined=False) == [["at 6", None, None]] * 2
-
-
-def undisturbed_replica() -> str:
-    """The example's training without Ray."""
+def train_undisturbed() -> str:
+    """The hash of Θ after the example's training without Ray."""
     module, replica = example(), int(os.environ["DILOCO_REPLICA"])
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
@@ -99,31 +121,48 @@ def undisturbed_replica() -> str:
     return engine.outer_hash()
 
 
-@pytest.mark.timeout(600)  # Ray starts a dozen processes, most of which import torch
+def both(port: int) -> tuple[list[Any], str]:
+    results = take_the_common_one()
+    meet_at(port)
+    return results, train_undisturbed()
+
+
+@pytest.fixture(scope="module")
+def without_ray() -> list[tuple[list[Any], str]]:
+    """What each of two replicas takes, and the hash of an undisturbed training."""
+    pytest.importorskip("ray")
+    return run_replicas(both, 2, free_port(), joined=False, imports=IMPORTS)
+
+
+def test_all_replicas_take_the_newest_checkpoint_that_all_have(without_ray):
+    assert [taken for taken, _ in without_ray] == [["at 6", None, None]] * 2
+
+
+@pytest.mark.timeout(600)  # Ray starts nine processes, most of which import torch
 @pytest.mark.filterwarnings("default")  # of ray
-def test_two_replicas_are_killed_and_resume(tmp_path, monkeypatch):
+def test_a_replica_under_ray_is_killed_and_both_resume(without_ray, tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}", prepend=":")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process for each attempt of each site
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process for each attempt
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # how often Ray looks for reports and deaths
+    options = {"include_dashboard": False, "log_to_driver": False}
+    ray.init(num_cpus=1, **options, _system_config={"prestart_worker_first_driver": False})
     try:
         module = example()
         module.train_loop_per_worker = killing(str(tmp_path))
         address = f"127.0.0.1:{free_port()}"
         with ThreadPoolExecutor() as sites:
-            jobs = [
-                sites.submit(module.fit, {"replica": replica, "address": address}, str(tmp_path / "results"))
-                for replica in range(2)
-            ]
-            results = [job.result(timeout=500) for job in jobs]
+            other = (train_without_ray, 1, str(tmp_path), address)
+            joined = sites.submit(run_replicas, *other, joined=False, timeout_seconds=500, imports=IMPORTS)
+            result = module.fit({"replica": 0, "address": address}, str(tmp_path / "results"))
     finally:
         ray.shutdown()
-    assert {path.name for path in tmp_path.glob("died-*")} == {"died-0", "died-1"}
-    expected = run_replicas(undisturbed_replica, 2, joined=False)
-    for result in results:
-        assert result.metrics["num_steps"] == 14
-        assert [result.metrics["outer_hash"]] * 2 == expected, "kill -9 changes no bit"
-        with result.checkpoint.as_directory() as folder:
-            shipped = torch.load(Path(folder, "state.pt"), weights_only=True)["model"]
-        assert parameters_hash(shipped) == result.metrics["outer_hash"], "the last checkpoint holds Θ"
+    assert (tmp_path / "died").exists()
+    (others,) = joined.result()
+    hashes = [metrics["outer_hash"] for metrics in (result.metrics, others)]
+    assert hashes == [outer_hash for _, outer_hash in without_ray], "kill -9 changes no bit"
+    assert result.metrics["num_steps"] == others["num_steps"] == 14
+    with result.checkpoint.as_directory() as folder:
+        shipped = torch.load(Path(folder, "state.pt"), weights_only=True)["model"]
+    assert parameters_hash(shipped) == hashes[0], "the last checkpoint holds Θ"

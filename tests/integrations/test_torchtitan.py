@@ -1,18 +1,15 @@
 """torchtitan: two replicas, each with a Trainer of its own, on a tiny Llama."""
 
-import importlib
 import os
-import signal
-import time
 import warnings
 from collections.abc import Iterator
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.fsdp
+from tests.integrations.jobs import die, is_killed, meet_at
 from tests.integrations.on_cpu import import_torchtitan
 from tests.ports import free_port
 from tests.processes import run_replicas
@@ -23,7 +20,6 @@ from diloco.outer.digest import parameters_hash
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = {"joined": False, "timeout_seconds": 150, "imports": ["tests.integrations.imported_torchtitan"]}
 STEPS, SAVED_EVERY, KILLED_AT = 14, 3, 11
 """The last checkpoint is then that of step 9, in which fragments are in flight."""
 
@@ -115,35 +111,35 @@ def trainer_of(folder: str, *arguments: str) -> Any:
     return trainer
 
 
-def train_and_be_killed(folder: str, port: int) -> None:
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{port}"
+def train_and_be_killed(folder: str) -> None:
     trainer = trainer_of(folder)
     train_step = trainer.train_step
 
     def train_step_and_die(data: Any) -> None:
         train_step(data)
         if trainer.step == KILLED_AT:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
     trainer.train_step = train_step_and_die
     trainer.train()
 
 
+def train(folder: str, ports: list[int]) -> dict[str, Any]:
+    """Numbers 0 and 1 are replicas of a process each, and 2 to 5 two replicas of two processes."""
+    warnings.simplefilter("ignore")
+    number = int(os.environ["DILOCO_REPLICA"])
+    os.environ |= {"DILOCO_NUM_REPLICAS": "2", "MASTER_ADDR": "127.0.0.1"}
+    if number < 2:
+        return train_replica(f"{folder}/replica-{number}", ports[:4])
+    return train_one_of_two(folder, *divmod(number - 2, 2), ports[4:])
+
+
 def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
     """A run that is killed and resumed, and then the same run undisturbed."""
-    warnings.simplefilter("ignore")
-    import_torchtitan()
-    importlib.import_module("diloco.integrations.torchtitan")  # once, for the fork too
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(free_port())}
+    is_killed(train_and_be_killed, folder, port=ports[0])
 
-    folder = f"{folder}/replica-{os.environ['DILOCO_REPLICA']}"
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ["MASTER_PORT"] = str(free_port())
-    killed = get_context("fork").Process(target=train_and_be_killed, args=(folder, ports[0]))
-    killed.start()
-    killed.join(60)
-    assert killed.exitcode == -signal.SIGKILL
-
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[1]}"
+    meet_at(ports[1])
     os.environ["MASTER_PORT"] = str(free_port())
     trainer = trainer_of(folder)
     trainer.train()
@@ -152,11 +148,11 @@ def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
     shipped = {name: torch.zeros_like(value) for name, value in trainer.model_parts[0].state_dict().items()}
     torch.distributed.checkpoint.load(shipped, checkpoint_id=f"{folder}/checkpoint/step-{STEPS}")
 
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[2]}"
+    meet_at(ports[2])
     undisturbed = trainer_of(f"{folder}/undisturbed", "--checkpoint.no-enable", "--validation.no-enable")
     undisturbed.train()
 
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[3]}"
+    meet_at(ports[3])
     start = f"--checkpoint.initial_load_path={folder}/checkpoint/step-{STEPS}"
     again = trainer_of(f"{folder}/again", start, "--training.steps=1")
     again.train()
@@ -167,7 +163,6 @@ def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
         "undisturbed": undisturbed.engine.outer_hash(),
         "losses": trainer.validator.losses,
         "again": again.engine.outer_hash(),
-        "seconds": time.process_time(),
     }
 
 
@@ -176,27 +171,12 @@ def _unwrapped(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
-def test_two_replicas_are_killed_and_resume(tmp_path):
-    ports = [free_port() for _ in range(4)]
-    results = run_replicas(train_replica, 2, str(tmp_path), ports, **OPTIONS)
-    for result in results:
-        assert result["num_steps"] == STEPS, "micro-steps do not count"
-        assert result["hash"] == result["undisturbed"], "neither kill -9 nor validation change a bit"
-        assert result["hash"] == result["shipped"], "the last checkpoint holds Θ"
-        assert result["again"] == result["hash"], "weights that are loaded alone become Θ"
-    first, second = results
-    assert first["hash"] == second["hash"]
-    assert len(first["losses"]) == 1 and first["losses"] == second["losses"], "the replicas share Θ"
-
-
-def train_one_of_two(folder: str, ports: list[int]) -> dict[str, Any]:
-    """One of the two processes of a replica with FSDP2 inside: three steps, and the others after a resume."""
-    warnings.simplefilter("ignore")
-    replica, rank = divmod(int(os.environ["DILOCO_REPLICA"]), 2)
-    os.environ |= {"DILOCO_REPLICA": str(replica), "DILOCO_NUM_REPLICAS": "2"}
+def train_one_of_two(folder: str, replica: int, rank: int, ports: list[int]) -> dict[str, Any]:
+    """One of the two processes of a replica with FSDP2 inside: five steps, and the others after a resume."""
+    os.environ |= {"DILOCO_REPLICA": str(replica), "MASTER_PORT": str(ports[replica])}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[replica])}
-    folder = f"{folder}/replica-{replica}"
+    folder = f"{folder}/fsdp-{replica}"
+    meet_at(ports[2])
     first = trainer_of(folder, "--training.local_batch_size=1", "--training.steps=9")
     batches = first.batch_generator(first.dataloader)
     for first.step in range(1, 6):  # a fragment is in flight then
@@ -206,7 +186,7 @@ def train_one_of_two(folder: str, ports: list[int]) -> dict[str, Any]:
     for first.step in range(6, 10):
         first.train_step(batches)
 
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[2]}"
+    meet_at(ports[3])
     second = trainer_of(folder, "--training.local_batch_size=1", "--training.steps=9")
     second.train()
     shipped = {name: p.full_tensor() for name, p in second.model_parts[0].named_parameters()}
@@ -218,9 +198,29 @@ def train_one_of_two(folder: str, ports: list[int]) -> dict[str, Any]:
     }
 
 
-def test_two_replicas_of_two_processes_with_fsdp_resume(tmp_path):
-    ports = [free_port() for _ in range(3)]
-    results = run_replicas(train_one_of_two, 4, str(tmp_path), ports, **OPTIONS)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> list[dict[str, Any]]:
+    """The results of six processes, which find torchtitan imported."""
+    import_torchtitan()
+    imports = ["tests.integrations.imported_torchtitan"]
+    arguments = (str(tmp_path_factory.mktemp("replicas")), [free_port() for _ in range(8)])
+    return run_replicas(train, 6, *arguments, joined=False, timeout_seconds=150, imports=imports)
+
+
+def test_two_replicas_are_killed_and_resume(trained):
+    results = trained[:2]
+    for result in results:
+        assert result["num_steps"] == STEPS, "micro-steps do not count"
+        assert result["hash"] == result["undisturbed"], "neither kill -9 nor validation change a bit"
+        assert result["hash"] == result["shipped"], "the last checkpoint holds Θ"
+        assert result["again"] == result["hash"], "weights that are loaded alone become Θ"
+    first, second = results
+    assert first["hash"] == second["hash"]
+    assert len(first["losses"]) == 1 and first["losses"] == second["losses"], "the replicas share Θ"
+
+
+def test_two_replicas_of_two_processes_with_fsdp_resume(trained):
+    results = trained[2:]
     assert all(result == results[0] for result in results)
     assert results[0]["in_place"] and len(results[0]["losses"]) == 2
     first, resumed = results[0]["hashes"]

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.engine.cases import Case, inner_step
 from tests.ports import free_port
 from tests.processes import run_replicas
-from tests.training.runs import command
+from tests.training.runs import run as run_program
 
 import diloco
 from diloco.integrations import trackers
@@ -52,36 +52,63 @@ def test_tensorboard_has_the_settings_and_the_curves_of_a_resumed_run(tmp_path):
 def log_two_parts(name: TrackerName, directory: Path) -> None:
     """A run that is interrupted after step 5, and goes on from step 3."""
     warnings.simplefilter("default")  # the libraries use some that are deprecated
-    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
-    os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true"}
+    os.environ |= OFFLINE | {"MLFLOW_DISABLE_TELEMETRY": "true"}
     log_steps(name, directory, range(1, 6), dist.get_rank())
     log_steps(name, directory, range(4, 8), dist.get_rank())
 
 
-@pytest.mark.slow
-def test_mlflow_has_one_run_a_replica_under_one_tag(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    run_replicas(log_two_parts, 2, "mlflow", tmp_path, timeout_seconds=150)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from mlflow import MlflowClient
+OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 
-        client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-        (experiment,) = client.search_experiments(filter_string="name = 'diloco'")
-        runs = client.search_runs([experiment.experiment_id], "tags.`diloco.run` = 'run'")
-        assert sorted(run.info.run_name for run in runs) == ["run-replica-0", "run-replica-1"]
-        for run in runs:
-            assert run.info.status == "FINISHED"
-            assert run.data.params == {name: str(value) for name, value in HPARAMS.items()}
-            points = {point.step: point.value for point in client.get_metric_history(run.info.run_id, "loss")}
-            assert points == {step: pytest.approx(1 / step) for step in range(1, 8)}
+
+def log_to_mlflow(directory: Path) -> None:
+    """Both replicas log; the first reads what is kept, and then logs to a server that does not answer."""
+    log_two_parts("mlflow", directory)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        warnings.simplefilter("ignore")
+        with pytest.MonkeyPatch.context() as patch:
+            read_back(directory)
+            close_without_an_answer(directory, patch)
+
+
+def read_back(directory: Path) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{directory}/mlflow.db")
+    (experiment,) = client.search_experiments(filter_string="name = 'diloco'")
+    runs = client.search_runs([experiment.experiment_id], "tags.`diloco.run` = 'run'")
+    assert sorted(run.info.run_name for run in runs) == ["run-replica-0", "run-replica-1"]
+    for run in runs:
+        assert run.info.status == "FINISHED"
+        assert run.data.params == {name: str(value) for name, value in HPARAMS.items()}
+        points = {point.step: point.value for point in client.get_metric_history(run.info.run_id, "loss")}
+        assert points == {step: pytest.approx(1 / step) for step in range(1, 8)}
+
+
+def close_without_an_answer(directory: Path, patch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    silence = threading.Event()
+    run = tracker("mlflow", run="silent", replica=0, hparams={}, directory=directory)
+    patch.setattr(MlflowClient, "log_batch", lambda *_, **__: silence.wait(60))
+    patch.setattr(trackers, "_SECONDS_TO_FINISH", 0.2)
+    run.log({"loss": 1.0}, 1)
+    with pytest.warns(UserWarning, match="its server does not answer"):
+        run.close()
+    silence.set()
+
+
+@pytest.mark.slow
+def test_mlflow_has_one_run_a_replica_under_one_tag_and_its_silence_is_not_awaited_for_ever(tmp_path):
+    pytest.importorskip("mlflow")
+    imports = ["mlflow", "mlflow.store.tracking.sqlalchemy_store"]
+    run_replicas(log_to_mlflow, 2, tmp_path, timeout_seconds=150, imports=imports)
 
 
 @pytest.mark.slow
 def test_wandb_has_one_run_a_replica_in_one_group(tmp_path):
     pytest.importorskip("wandb")
-    run_replicas(log_two_parts, 2, "wandb", tmp_path, timeout_seconds=150)
+    run_replicas(log_two_parts, 2, "wandb", tmp_path, timeout_seconds=150, imports=["wandb"])
     for replica in (0, 1):
         run_id = (tmp_path / "trackers" / f"wandb-replica-{replica}").read_text()
         first, second = sorted(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
@@ -114,30 +141,32 @@ def test_wandb_without_a_key_is_refused_with_the_way_out(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_trainer_fills_trackers_and_answers_prometheus(tmp_path, small_corpus):
+def test_the_trainer_fills_trackers_and_answers_prometheus(tmp_path, small_corpus, monkeypatch):
     pytest.importorskip("wandb")
     (tmp_path / "text.jsonl").symlink_to(small_corpus)
     port = free_port()
-    flags = ["--name", "tracked", "--num-tokens", "61440", "--prometheus-port", str(port), "--trackers", "wandb"]
-    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
+    flags = ["--name", "tracked", "--num-tokens", "40960", "--prometheus-port", str(port), "--trackers", "wandb"]
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
     pages = {}
-    with subprocess.Popen(command(*flags), cwd=tmp_path, env=os.environ | offline) as process:
-        while process.poll() is None:
+    with ThreadPoolExecutor() as pool:
+        training = pool.submit(run_program, tmp_path, *flags)
+        while not training.done():
             for replica in (0, 1):
                 with contextlib.suppress(OSError, HTTPException):  # nobody listens, or a connection to itself
                     url = f"http://127.0.0.1:{port + replica}/metrics"
                     pages[replica] = urllib.request.urlopen(url, timeout=10).read().decode()
             time.sleep(0.05)
-    assert process.returncode == 0
-    run = tmp_path / "runs" / "tracked"
+    assert training.result().returncode == 0
+    directory = tmp_path / "runs" / "tracked"
     for replica, page in pages.items():
         assert f'diloco_last_step{{replica="{replica}"}}' in page
         assert f'diloco_last_heard_seconds{{other_replica="{1 - replica}",replica="{replica}"}}' in page
-        run_id = (run / "trackers" / f"wandb-replica-{replica}").read_text()
-        (file,) = run.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
+        run_id = (directory / "trackers" / f"wandb-replica-{replica}").read_text()
+        (file,) = directory.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
         names = ("tokens_per_second", "mean_loss", "engine/distance_to_outer", "engine/encode_seconds")
         assert all(name.encode() in file.read_bytes() for name in (*names, "diloco.sync_every"))
-    assert set(pages) == {0, 1} and not (run / "tensorboard").exists()
+    assert set(pages) == {0, 1} and not (directory / "tensorboard").exists()
 
 
 def test_no_library_is_imported_before_its_tracker_is_made():
@@ -153,20 +182,6 @@ def test_a_tracker_that_is_unknown_or_not_installed_is_refused(name, words, monk
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(diloco.UserError, match=words):
         tracker(name, run="run", replica=0, hparams={}, directory=tmp_path)
-
-
-@pytest.mark.slow
-def test_a_server_of_mlflow_that_stops_answering_is_not_awaited_for_ever(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    silence = threading.Event()
-    run = tracker("mlflow", run="run", replica=0, hparams={}, directory=tmp_path, after_step=0)
-    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", lambda *_, **__: silence.wait(60))
-    monkeypatch.setattr(trackers, "_SECONDS_TO_FINISH", 0.2)
-    run.log({"loss": 1.0}, 1)
-    with pytest.warns(UserWarning, match="its server does not answer"):
-        run.close()
-    silence.set()
 
 
 def scrape(port: int) -> dict[str, float]:

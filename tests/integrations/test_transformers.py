@@ -6,14 +6,14 @@ import shutil
 import signal
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.hostile.mutations import Hostile, hostile_pickle
+from tests.integrations.jobs import connect, die, is_killed, meet_at
 from tests.ports import free_port
 from tests.processes import run_replicas
 
@@ -33,8 +33,7 @@ SCHEDULE = {"sync_every": 4, "overlap_steps": 2}
 def build(model: torch.nn.Module) -> diloco.StreamingDiLoCo:
     fragments = diloco.strided(model, layers_per_fragment=1)
     schedule = diloco.Schedule(num_fragments=len(fragments), **SCHEDULE)
-    exchange = diloco.connect(timeout_seconds=30) if "DILOCO_ADDRESS" in os.environ else diloco.LoopbackExchange()
-    return diloco.StreamingDiLoCo(model, fragments=fragments, schedule=schedule, exchange=exchange)
+    return diloco.StreamingDiLoCo(model, fragments=fragments, schedule=schedule, exchange=connect())
 
 
 def llama() -> Any:
@@ -123,54 +122,15 @@ def sft_trainer_of(folder: str, **changes: Any) -> Any:
     )
 
 
-def train_and_be_killed(make: Callable[..., Any], folder: str, port: int) -> None:
+def train_and_be_killed(make: Callable[..., Any], folder: str) -> None:
     class Kill(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == KILLED_AT:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
 
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{port}"
     trainer = make(folder)
     trainer.add_callback(Kill())
     trainer.train()
-
-
-def train_replica(
-    make: Callable[..., Any], load: Callable[..., Any], folder: str, ports: list[int]
-) -> dict[str, Any]:
-    """A run that is killed and resumed, and then the same run undisturbed and without evaluations."""
-    warnings.simplefilter("default")
-    transformers.logging.set_verbosity_error()
-    folder = f"{folder}/replica-{os.environ['DILOCO_REPLICA']}"
-    killed = get_context("fork").Process(target=train_and_be_killed, args=(make, folder, ports[0]))
-    killed.start()
-    killed.join(40)
-    assert killed.exitcode == -signal.SIGKILL
-
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[1]}"
-    trainer = make(folder)
-    trainer.train(resume_from_checkpoint=True)
-    engine = trainer.callback_handler.callbacks[1].engine
-    trainer.save_model(f"{folder}/shipped")
-    results = {
-        "hash": engine.outer_hash(),
-        "num_steps": engine.num_steps,
-        "bytes": engine.bytes_sent,
-        "logs": trainer.state.log_history,
-        "after": trainer.evaluate(),
-    }
-    loaded = load(f"{folder}/shipped")
-    results["shipped"] = parameters_hash({name: loaded[name] for name in engine.outer_parameters()})
-
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[2]}"
-    undisturbed = make(f"{folder}/undisturbed", eval_strategy="no", save_strategy="no")
-    undisturbed.train()
-    results["undisturbed"] = undisturbed.callback_handler.callbacks[1].engine.outer_hash()
-
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[3]}"
-    with pytest.raises(diloco.DisagreementError, match="disagree on max_steps: replica 0 has 6, replica 1 has 7"):
-        make(f"{folder}/uneven", max_steps=6 + int(os.environ["DILOCO_REPLICA"])).train()
-    return results
 
 
 def load_model(folder: str) -> dict[str, torch.Tensor]:
@@ -185,34 +145,72 @@ def load_adapter(folder: str) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize(
-    ("make", "load", "metric"),
-    [(trainer_of, load_model, "eval_far_loss"), (sft_trainer_of, load_adapter, "eval_loss")],
-    ids=["Trainer", "SFTTrainer with LoRA"],
-)
-def test_two_replicas_are_killed_and_resume(tmp_path, make, load, metric):
-    if make is sft_trainer_of:
-        pytest.importorskip("trl")
-        pytest.importorskip("peft")
-    ports = [free_port() for _ in range(4)]
-    modules = ["transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate"]
-    if make is sft_trainer_of:
-        modules += ["trl.trainer.sft_trainer", "peft"]
-    run = (train_replica, 2, make, load, str(tmp_path), ports)
-    results = run_replicas(*run, joined=False, timeout_seconds=120, imports=modules)
-    for result in results:
+KINDS = {"Trainer": (trainer_of, load_model, "eval_far_loss")}
+"""How a trainer is made, how its model is loaded, and the metric that is compared."""
+IMPORTS = ["transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate"]
+if find_spec("trl") and find_spec("peft"):
+    KINDS["SFTTrainer with LoRA"] = (sft_trainer_of, load_adapter, "eval_loss")
+    IMPORTS += ["trl.trainer.sft_trainer", "peft"]
+
+
+def train_replica(folder: str, ports: list[int]) -> dict[str, dict[str, Any]]:
+    """For each kind a run that is killed and resumed, and the same run undisturbed and without evaluations."""
+    warnings.simplefilter("default")
+    transformers.logging.set_verbosity_error()
+    results, replica = {}, int(os.environ["DILOCO_REPLICA"])
+    for number, (kind, (make, load, metric)) in enumerate(KINDS.items()):
+        place, (first, second, third) = (
+            f"{folder}/{number}-{os.environ['DILOCO_REPLICA']}",
+            ports[3 * number :][:3],
+        )
+        is_killed(train_and_be_killed, make, place, port=first)
+
+        meet_at(second)
+        trainer = make(place)
+        trainer.train(resume_from_checkpoint=True)
+        engine = trainer.callback_handler.callbacks[1].engine
+        trainer.save_model(f"{place}/shipped")
+        loaded = load(f"{place}/shipped")
+
+        meet_at(third)
+        undisturbed = make(f"{place}/undisturbed", eval_strategy="no", save_strategy="no")
+        undisturbed.train()
+        results[kind] = {
+            "hash": engine.outer_hash(),
+            "num_steps": engine.num_steps,
+            "bytes": engine.bytes_sent,
+            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+            "evaluated": [entry[metric] for entry in trainer.state.log_history if metric in entry],
+            "after": trainer.evaluate()[metric],
+            "shipped": parameters_hash({name: loaded[name] for name in engine.outer_parameters()}),
+            "undisturbed": undisturbed.callback_handler.callbacks[1].engine.outer_hash(),
+        }
+    meet_at(ports[-1])
+    with pytest.raises(diloco.DisagreementError, match="disagree on max_steps: replica 0 has 6, replica 1 has 7"):
+        trainer_of(f"{folder}/uneven-{replica}", max_steps=6 + replica).train()
+    return results
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> list[dict[str, dict[str, Any]]]:
+    """The results of `train_replica` on each of two replicas."""
+    arguments = (str(tmp_path_factory.mktemp("replicas")), [free_port() for _ in range(3 * len(KINDS) + 1)])
+    return run_replicas(train_replica, 2, *arguments, joined=False, timeout_seconds=120, imports=IMPORTS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_replicas_are_killed_and_resume(trained, kind):
+    first, second = (results[kind] for results in trained)
+    for result in (first, second):
         assert result["num_steps"] == STEPS, "micro-steps do not count"
         assert result["bytes"] > 0
         assert result["hash"] == result["undisturbed"], "neither kill -9 nor evaluations change a bit"
         assert result["shipped"] == result["hash"], "save_model() saves Θ"
-    (first, second) = results
     assert first["hash"] == second["hash"]
-    assert first["after"][metric] == second["after"][metric]
-    losses, others = ([entry["loss"] for entry in result["logs"] if "loss" in entry] for result in results)
-    assert len(losses) == STEPS and losses != others, "each replica trains on its own data"
-    evaluated, by_other = ([entry[metric] for entry in r["logs"] if metric in entry] for r in results)
-    assert len(evaluated) == 6 and evaluated == by_other, "the replicas share Θ, and nothing else"
-    assert evaluated[-1] < evaluated[0]
+    assert first["after"] == second["after"]
+    assert len(first["losses"]) == STEPS and first["losses"] != second["losses"], "each trains on its own data"
+    assert len(first["evaluated"]) == 5 and first["evaluated"] == second["evaluated"], "they share Θ alone"
+    assert first["evaluated"][-1] < first["evaluated"][0]
 
 
 @pytest.mark.parametrize(
@@ -246,21 +244,6 @@ def test_a_callback_that_cannot_see_the_initial_parameters_is_refused(tmp_path):
         trainer_of(str(tmp_path), model=None, model_init=llama).train()
 
 
-@pytest.mark.filterwarnings("ignore:.*was never sent:UserWarning")
-def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    first, other = trainer_of(f"{tmp_path}/first", max_steps=3), trainer_of(f"{tmp_path}/other", max_steps=3)
-    first.train()
-    with pytest.raises(diloco.UserError, match="this engine has trained already: make a new Trainer"):
-        first.train()
-    other.train_dataset = rows(5, 40)
-    other.train()
-    foreign = f"{tmp_path}/first/checkpoint-3"
-    with pytest.raises(diloco.UserError, match="was saved with other parameters than those that the Trainer has"):
-        trainer_of(f"{tmp_path}/other", max_steps=6).train(resume_from_checkpoint=foreign)
-    with pytest.raises(diloco.UserError, match="does not exist: resume a checkpoint in output_dir"):
-        trainer_of(f"{tmp_path}/new", max_steps=6).train(resume_from_checkpoint=foreign)
-
-
 def wrong_shapes(saved: dict[str, Any]) -> dict[str, Any]:
     outer = saved["engine"]["outer"]
     return saved | {"engine": saved["engine"] | {"outer": {name: value[..., :1] for name, value in outer.items()}}}
@@ -274,16 +257,23 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any], Path], Any], str]] = {
     "no state": (lambda saved, _: saved | {"engine": 3}, "does not hold what this callback saves"),
     "an empty state": (lambda saved, _: saved | {"engine": {}}, "the state"),
     "wrong shapes": (lambda saved, _: wrong_shapes(saved), r"q_proj.weight is \(16, 1\)"),
+    "the state of other parameters": (
+        lambda saved, _: saved | {"parameters": "0"},
+        "was saved with other parameters",
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory) -> Path:
-    """The state in a checkpoint."""
+    """The state in a checkpoint, of a trainer that trains no further."""
     folder = tmp_path_factory.mktemp("begun")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*was never sent", UserWarning)
-        trainer_of(str(folder), max_steps=3).train()
+        trainer = trainer_of(str(folder), max_steps=3)
+        trainer.train()
+    with pytest.raises(diloco.UserError, match="this engine has trained already: make a new Trainer"):
+        trainer.train()
     return folder / "checkpoint-3" / "diloco.pt"
 
 
@@ -296,28 +286,30 @@ def test_a_damaged_or_hostile_state_is_refused_and_runs_no_code(begun, tmp_path,
     damaged.write_bytes(content) if isinstance(content, bytes) else torch.save(content, damaged)
     with pytest.raises(diloco.UserError, match=sentence) as refusal:
         trainer_of(str(tmp_path), max_steps=6).train(resume_from_checkpoint=str(damaged.parent))
-    assert isinstance(refusal.value, CheckpointError) == (name not in ("an empty state", "wrong shapes"))
+    is_engines = name in ("an empty state", "wrong shapes", "that of other parameters")
+    assert isinstance(refusal.value, CheckpointError) != is_engines
     assert not (tmp_path / "marker").exists()
 
 
-def save_on_a_full_disk(path: Path) -> str:
-    from diloco.integrations.transformers import _save
-
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    try:
-        _save(path, {"outer": {"a": torch.zeros(100_000)}}, "")
-    except FileWriteError as error:
-        return str(error)
-    return ""
+def test_a_checkpoint_elsewhere_is_refused(begun, tmp_path):
+    with pytest.raises(diloco.UserError, match="does not exist: resume a checkpoint in output_dir"):
+        trainer_of(str(tmp_path), max_steps=6).train(resume_from_checkpoint=str(begun.parent))
 
 
 def test_a_state_that_the_disk_can_not_take_names_its_path_and_bytes(tmp_path):
+    from diloco.integrations.transformers import _save
+
     path = tmp_path / "diloco.pt"
     path.write_bytes(b"earlier")
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        message = pool.submit(save_on_a_full_disk, path).result()
-    assert message.startswith(f"can't write {path}: ") and "needs more than 400,000 bytes" in message
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(FileWriteError, match=f"can't write {path}: .*needs more than 400,000 bytes"):
+            _save(path, {"outer": {"a": torch.zeros(100_000)}}, "")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
     assert path.read_bytes() == b"earlier" and list(tmp_path.iterdir()) == [path]
 
 

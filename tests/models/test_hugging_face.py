@@ -1,19 +1,15 @@
 """Causal language models of `transformers` behind our contract: logits, caches, states, weights, adapters."""
 
 import json
-import sys
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
 from tests.models.gpt2 import write_config, write_model
 
-from diloco.errors import UserError
 from diloco.evaluation.likelihoods import likelihoods
 from diloco.fragments import strided
 from diloco.models.hugging_face_config import hugging_face_model
-from diloco.models.pretrained import parse_lora
 from diloco.models.writer import Writer, generate
 
 transformers = pytest.importorskip("transformers")
@@ -118,47 +114,6 @@ def test_a_cache_changes_no_logits(kind, tmp_path):
     assert scores[1].log_likelihood == pytest.approx((log_p[2, 5] + log_p[3, 6]).item(), rel=1e-4)
 
 
-def test_weights_that_changed_are_gone_or_make_no_model_are_refused(tmp_path):
-    folder = write_model(tmp_path / "gpt2")
-    config = hugging_face_model(str(folder))
-    write_model(folder, initializer_range=0.5)
-    config.build(seed=0)  # evaluates a run, whose own parameters take the place of these
-    for one, sentence in (
-        (config, r"has other weights than those that the run began with .*: bring them"),
-        (replace(config, hf=str(tmp_path / "nowhere")), "its weights can't be read: the directory is gone"),
-        (
-            hugging_face_model(str(write_config(tmp_path, n_head=5))),
-            r"can't build it .ValueError: `embed_dim` must",
-        ),
-        (
-            hugging_face_model(str(write_config(folder, n_layer=5))),
-            r"its weights lack 12 .*such as transformer\.h\.4",
-        ),
-        (hugging_face_model(str(write_config(folder, n_embd=16))), "its weights can't be read: "),
-    ):
-        with pytest.raises(UserError, match=sentence):
-            one.initial(seed=0)
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("8", "'8' is not an option of it, or given twice (it has: rank=INTEGER"),
-        ("rank=8,rank=8", "'rank=8' is not an option of it, or given twice"),
-        ("alpha=8", "it needs a rank"),
-        ("rank=x", "it needs a rank, and numbers"),
-        ("rank=0", "rank must be from 1 to 65535"),
-        ("rank=8,alpha=inf", "alpha above 0"),
-        ("rank=8,targets=", "no target empty"),
-    ],
-)
-def test_settings_that_are_none_are_refused(text, sentence):
-    with pytest.raises(UserError) as refusal:
-        parse_lora(text)
-    assert sentence in str(refusal.value) and str(refusal.value).startswith(f"model.lora={text}: ")
-    assert refusal.value.field == "model.lora"
-
-
 def test_adapters_begin_as_the_model_and_are_all_that_is_trained(folder):
     pytest.importorskip("peft")
     config = hugging_face_model(str(folder), lora="rank=2,targets=c_attn")
@@ -183,15 +138,3 @@ def test_on_meta_the_weights_are_not_read(folder):
     with torch.device("meta"):
         model = config.build(seed=0)
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_what_cannot_be_adapted_is_refused(folder, tmp_path, monkeypatch):
-    pytest.importorskip("peft")
-    with pytest.raises(UserError, match=r"adapts weights, and .* has none: leave it out") as refusal:
-        hugging_face_model(str(write_config(tmp_path)), lora="rank=2")
-    assert refusal.value.field == "model.lora"
-    with pytest.raises(UserError, match=r"model\.lora=rank=2,targets=q_proj does not suit the model: Target modu"):
-        hugging_face_model(str(folder), lora="rank=2,targets=q_proj").build(seed=0)
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r"peft is not installed: run pip install '\.\[lora\]'"):
-        hugging_face_model(str(folder), lora="rank=2").build(seed=0)

@@ -11,7 +11,6 @@ from tests.training.runs import run, summary
 
 from diloco.data.shards import open_split
 from diloco.errors import CheckpointError, UserError
-from diloco.models.language_model import next_token_loss
 from diloco.training.records.checkpoints import finished_steps
 from diloco.training.records.export import export_run
 from diloco.training.records.finished import evaluate_run, load_writer, run_parameters
@@ -49,7 +48,7 @@ def test_losses_are_those_of_the_parameters_that_are_named(finished_run):
         for window in held_out_windows(split, config):
             tokens = torch.from_numpy(split.window(window, config.sequence_length))[None]
             with torch.no_grad():
-                losses.append(next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])[0].item())
+                losses.append(model.loss(model(tokens[:, :-1]), tokens[:, 1:])[0].item())
         mean = evaluate_run(finished_run, parameters=which)["eval_loss"]
         assert mean == pytest.approx(sum(losses) / len(losses), rel=1e-5)
         means.add(round(mean, 6))

@@ -3,13 +3,13 @@
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
-from diloco.data.readers import SUFFIXES, Document, Reading, read_files, suffixes_of
+from diloco.data.readers import SUFFIXES, Document, Reading, read_file, suffixes_of
 from diloco.errors import UserError
 from diloco.files import expanded, require, sha256
 from diloco.hub import check_reachable, is_offline, not_here
@@ -22,7 +22,7 @@ def documents(source: str, reading: Reading = Reading()) -> Iterator[Document]: 
 
     - `stdlib`: each module of the running Python's standard library, tests left out;
     - a file, a glob (`~` and `**` are understood), or a directory, which stands for all files below it that can
-      be read, hidden ones left out: `.txt` (a document a file), `.jsonl`, `.csv` or `.parquet` (a document a row,
+      be read, hidden ones left out: `.txt` (one document per file), `.jsonl`, `.csv` or `.parquet` (one per row,
       and its `id` where it has one); all but `.parquet` also as `.gz` or `.zst`;
     - `hf:NAME[:CONFIG][:SPLIT]`: a dataset of the Hugging Face Hub, split `train` by default.
 
@@ -41,21 +41,30 @@ def documents(source: str, reading: Reading = Reading()) -> Iterator[Document]: 
     if source.startswith("hf:"):
         return _hub(source, reading)
     root, paths = _match(source)
-    return read_files([(path, path.relative_to(root).as_posix()) for path in paths], reading)
+    return chain.from_iterable(read_file(path, path.relative_to(root).as_posix(), reading) for path in paths)
 
 
 def fingerprint(source: str) -> list[Any]:
-    """Facts that change with the text of `source`: Python's version, or each file's size and time.
+    """Facts that change with the text of `source`: Python's version, files' sizes and times, a dataset's name."""
+    return _facts(source, lambda path: [path.stat().st_size, path.stat().st_mtime_ns])
 
-    It is empty for a dataset of the Hub, which is taken to be as constant as its name.
+
+def content(source: str) -> list[Any]:
+    """The text of `source` wherever it lies: Python's version, each file's SHA-256, a dataset's name.
+
+    A dataset of the Hub is taken to be as constant as its name.
     """
+    return _facts(source, lambda path: [file_digest(path)])
+
+
+def _facts(source: str, of_file: Callable[[Path], list[Any]]) -> list[Any]:
     if source == "stdlib":
-        return [platform.python_version()]
+        return [source, platform.python_version()]
+    name = [source] if source.startswith("hf:") else []  # its documents are named by that
     if _is_of_the_hub(source):
-        return []
+        return name
     root, paths = _files(source)
-    stats = [(path, path.stat()) for path in paths]
-    return [[path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    return [*name, *([path.relative_to(root).as_posix(), *of_file(path)] for path in paths)]
 
 
 def parts(source: str) -> list[str]:
@@ -65,17 +74,6 @@ def parts(source: str) -> list[str]:
     if source.startswith("hf:"):
         return [":".join(["hf", *(part or "" for part in _parse_hub(source))])]
     return [str(path.resolve()) for path in _match(source)[1]]
-
-
-def content(source: str) -> list[Any]:
-    """The text of `source` wherever it lies: Python's version, files' names and SHA-256, or a dataset's name."""
-    if source == "stdlib":
-        return [source, platform.python_version()]
-    if _is_of_the_hub(source):
-        return [source]
-    root, paths = _files(source)
-    name = [source] if source.startswith("hf:") else []  # its documents are named by that
-    return [*name, *([path.relative_to(root).as_posix(), file_digest(path)] for path in paths)]
 
 
 def file_digest(path: Path) -> str:

@@ -38,7 +38,7 @@ def _backend(tokenizer: Tokenizer) -> Any:
 
 
 def _bytewise() -> Any:
-    """`ByteTokenizer` as the library's tokenizer: a token a byte, its value the id."""
+    """`ByteTokenizer` as the library's tokenizer: one token per byte, whose value is the id."""
     from tokenizers import Tokenizer as Backend
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE

@@ -5,20 +5,21 @@ same bytes as a call that was never interrupted.
 """
 
 import fcntl
+import hashlib
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
-from itertools import count, takewhile
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from diloco.data.config import DataConfig, as_typed
-from diloco.data.corpora import fingerprint
-from diloco.data.readers import Document
+from diloco.data.corpora import documents, fingerprint, parts
+from diloco.data.readers import Document, Reading
 from diloco.data.shards import (
     FORMAT,
     INDEX_FILE,
@@ -39,7 +40,6 @@ from diloco.data.shards import (
     total,
     write_record,
 )
-from diloco.data.splits import DOCUMENT_BYTES, SplitDocuments, check_disjoint, empty_split
 from diloco.data.tokenizers import FILES, Tokenizer, is_file, load_tokenizer, tokenizer_file, train_bpe
 from diloco.errors import UserError
 from diloco.files import expanded, sha256, write_atomically
@@ -51,6 +51,8 @@ BPE_TRAINING_BYTES = 2**27
 """Bytes of text, at the most, on which a `bpe:SIZE` tokenizer is trained: the beginning of the training split."""
 
 _BATCH_BYTES = 2**20
+_DOCUMENT_BYTES = 2**8
+"""Memory of a document without text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +128,14 @@ def prepare(
     with _lock(output, report):
         _claim(output, settings)
         if not (output / INDEX_FILE).exists():
-            documents = SplitDocuments(config)
-            tokenizer = _install_tokenizer(config, documents, output, report)
-            write_record(output / INDEX_FILE, _pack(config, documents, settings, output, tokenizer, report))
+            by_position = is_held_out_by_position(config)
+            tokenizer = _install_tokenizer(config, by_position, output, report)
+            write_record(output / INDEX_FILE, _pack(config, by_position, settings, output, tokenizer, report))
     return output
 
 
 def _settings(config: DataConfig, shard_tokens: int) -> PreparationSettings:
-    check_disjoint(config)
+    _check_disjoint(config)
     sources = [[source, fingerprint(source)] for source in (*config.train, *config.held_out)]
     return PreparationSettings(
         train=config.train,
@@ -198,9 +200,7 @@ _LABELS = {
 }
 
 
-def _install_tokenizer(
-    config: DataConfig, documents: SplitDocuments, output: Path, report: ProgressCallback
-) -> Tokenizer:
+def _install_tokenizer(config: DataConfig, by_position: bool, output: Path, report: ProgressCallback) -> Tokenizer:
     """Put the tokenizer's file into `output`, which is then complete in itself."""
     if config.tokenizer == "bytes":
         return load_tokenizer("bytes")
@@ -208,7 +208,7 @@ def _install_tokenizer(
         path = output / "tokenizer.json"
         if not path.exists():
             report(PrepareProgress(stage="training the tokenizer"))
-            train_bpe(_training_texts(documents), int(config.tokenizer.removeprefix("bpe:")), path)
+            train_bpe(_training_texts(config, by_position), int(config.tokenizer.removeprefix("bpe:")), path)
     else:
         original = tokenizer_file(config.tokenizer)
         load_tokenizer(original)  # an error then names the user's file, not the copy
@@ -217,9 +217,9 @@ def _install_tokenizer(
     return load_tokenizer(path)
 
 
-def _training_texts(documents: SplitDocuments) -> Iterator[str]:
+def _training_texts(config: DataConfig, by_position: bool) -> Iterator[str]:
     bytes_left = BPE_TRAINING_BYTES
-    for split, document in documents:
+    for split, document in split_documents(config, by_position=by_position):
         if split == "train":
             head = _utf8(document)[:bytes_left]
             yield head.decode(errors="ignore")  # The cut may fall inside a character.
@@ -230,7 +230,7 @@ def _training_texts(documents: SplitDocuments) -> Iterator[str]:
 
 def _pack(
     config: DataConfig,
-    documents: SplitDocuments,
+    by_position: bool,
     settings: PreparationSettings,
     output: Path,
     tokenizer: Tokenizer,
@@ -241,7 +241,7 @@ def _pack(
         split: SplitWriter(output, split, dtype=dtype, bos_id=tokenizer.bos_id, shard_tokens=settings.shard_tokens)
         for split in SPLITS
     }
-    for batch in _batches(_unfinished(documents, writers)):
+    for batch in _batches(_unfinished(split_documents(config, by_position=by_position), writers)):
         encoded = tokenizer.encode([document.text for _, document in batch])
         for (split, document), ids in zip(batch, encoded, strict=True):
             writers[split].add(ids, num_bytes=len(_utf8(document)))
@@ -250,7 +250,7 @@ def _pack(
     for split, writer in writers.items():
         writer.close()
         if not total(writer.shards).num_bytes:
-            raise empty_split(config, split)
+            raise _empty_split(config, split)
     splits: dict[Split, tuple[Shard, ...]] = {split: tuple(writer.shards) for split, writer in writers.items()}
     return Index(
         settings=settings,
@@ -259,7 +259,7 @@ def _pack(
         bos_id=tokenizer.bos_id,
         dtype=dtype,
         splits=splits,
-        held_out_by_position=documents.by_position,
+        held_out_by_position=by_position,
         digest=sha256(
             *(shard_path(output, split, i, ".bin") for split in SPLITS for i in range(len(splits[split])))
         ),
@@ -346,7 +346,7 @@ def _batches(assigned: Iterable[tuple[Split, Document]]) -> Iterator[list[tuple[
     size_bytes = 0
     for split, document in assigned:
         batch.append((split, document))
-        size_bytes += len(_utf8(document)) + DOCUMENT_BYTES
+        size_bytes += len(_utf8(document)) + _DOCUMENT_BYTES
         if size_bytes >= _BATCH_BYTES:
             yield batch
             batch, size_bytes = [], 0
@@ -359,3 +359,101 @@ def _utf8(document: Document) -> bytes:
         return document.text.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"the text of document {document.id!r} can't be encoded in UTF-8: {error}") from error
+
+
+def _check_disjoint(config: DataConfig) -> None:
+    """Refuse to hold out text that is trained on.
+
+    Raises:
+        UserError: with the file or dataset that is among both.
+    """
+    trained = {part for source in config.train for part in parts(source)}
+    for source in config.held_out:
+        for part in parts(source):
+            if part in trained:
+                raise UserError(
+                    f"{part} is both training and held-out text: leave it out of data.held_out or data.train",
+                    "data.held_out",
+                    "data.train",
+                )
+
+
+def is_held_out_by_position(config: DataConfig) -> bool:
+    """True if the end of each document is held out, since hashing ids would leave a split empty.
+
+    The documents are read until that is known.
+    """
+    splits, train_bytes = set[Split](), 0
+    for document in () if config.held_out else _documents(config, config.train):
+        (split, _), *_ = _parts(document, config, by_position=False)
+        if document.text:
+            splits.add(split)
+        train_bytes += _num_bytes(document) if split == "train" else 0
+        if len(splits) == 2 or (config.max_train_bytes is not None and train_bytes >= config.max_train_bytes):
+            break
+    return not config.held_out and len(splits) < 2
+
+
+def split_documents(config: DataConfig, *, by_position: bool) -> Iterator[tuple[Split, Document]]:
+    """Stream all documents of a config, each with its split, always in the same order.
+
+    Args:
+        config: names the sources.
+        by_position: as `is_held_out_by_position` says.
+
+    Raises:
+        UserError: as `documents` does.
+    """
+    train_bytes = 0
+    for document in _documents(config, config.train):
+        for split, part in _parts(document, config, by_position=by_position):
+            yield split, part
+            train_bytes += _num_bytes(part) if split == "train" else 0
+        if config.max_train_bytes is not None and train_bytes >= config.max_train_bytes:
+            break
+    for document in _documents(config, config.held_out):
+        yield "held_out", document
+
+
+def _documents(config: DataConfig, sources: tuple[str, ...]) -> Iterator[Document]:
+    reading = Reading(config.text_field, config.max_document_bytes)
+    return chain.from_iterable(documents(source, reading) for source in sources)
+
+
+def _parts(document: Document, config: DataConfig, *, by_position: bool) -> list[tuple[Split, Document]]:
+    """A document in the split of its id, or its beginning and its end, unless empty, in a split each."""
+    if not by_position:
+        is_train = bool(config.held_out) or not is_held_out(document.id, config.held_out_fraction)
+        return [("train" if is_train else "held_out", document)]
+    cut = round(len(document.text) * (1 - config.held_out_fraction))
+    texts: dict[Split, str] = {"train": document.text[:cut], "held_out": document.text[cut:]}
+    return [(split, Document(document.id, text)) for split, text in texts.items() if text]
+
+
+def _num_bytes(document: Document) -> int:
+    return len(document.text.encode(errors="surrogatepass"))
+
+
+def is_held_out(document_id: str, fraction: float) -> bool:
+    """True for the `fraction` of all ids whose hash is lowest.
+
+    Nothing else counts: a document stays in its split whatever is read beside it, in whatever order.
+    """
+    digest = hashlib.sha256(document_id.encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def _empty_split(config: DataConfig, split: Split) -> UserError:
+    """The error for a split that no document belongs to."""
+    if not config.held_out and any(document.text for document in _documents(config, config.train)):
+        effect, remedy = (
+            ("holds out none", "raise it") if split == "held_out" else ("leaves nothing to train on", "lower it")
+        )
+        return UserError(
+            f"data.held_out_fraction={config.held_out_fraction} {effect} of the text of "
+            f"data.train={as_typed(config.train)}: {remedy}, add text, or name data.held_out",
+            *("data.held_out_fraction", "data.train", "data.held_out"),
+        )
+    is_named = split == "held_out" and config.held_out
+    name, sources = ("data.held_out", config.held_out) if is_named else ("data.train", config.train)
+    return UserError(f"{name}={as_typed(sources)} holds no text: name other sources", name)

@@ -6,7 +6,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -31,7 +31,7 @@ class Reading:
     text_field: str = DataConfig.text_field
     """The field that holds the text."""
     longest_bytes: int = DataConfig.max_document_bytes
-    """Bytes of the longest line of `.jsonl`, row of `.csv`, and text of the others."""
+    """Bytes of the longest text, and of the longest line of `.jsonl`."""
 
     def document(self, row: Any, *, default_id: str, place: str) -> Document:
         """The document of a row.
@@ -61,25 +61,17 @@ class Reading:
         )
 
 
-def read_files(paths: Sequence[tuple[Path, str]], reading: Reading) -> Iterator[Document]:
-    """The documents of files, each a path and the name by which its documents are known.
+def read_file(path: Path, name: str, reading: Reading) -> Iterator[Document]:
+    """The documents of a file, which are known by its name.
 
     Raises:
-        UserError: if a file or a row can't be read.
+        UserError: if the file or a row can't be read.
     """
-    for path, name in paths:
-        yield from _read_parquet(path, name, reading) if path.suffix == ".parquet" else _read(path, name, reading)
-
-
-def suffixes_of(path: Path) -> str | None:
-    """The suffixes by which a file is read; None if it has others."""
-    suffixes = "".join(path.suffixes[-2:] if path.suffix in (".gz", ".zst") else path.suffixes[-1:])
-    return suffixes if suffixes in SUFFIXES else None
-
-
-def _read(path: Path, name: str, reading: Reading) -> Iterator[Document]:
     suffixes = suffixes_of(path)
     assert suffixes is not None, "the files of a source have known suffixes"
+    if suffixes == ".parquet":
+        yield from _read_parquet(path, name, reading)
+        return
     try:
         with _open(path) as file:
             yield from _READERS[suffixes.partition(".gz")[0].partition(".zst")[0]](file, name, reading)
@@ -89,6 +81,12 @@ def _read(path: Path, name: str, reading: Reading) -> Iterator[Document]:
         ) from error
     except (ValueError, OSError, EOFError, zlib.error) as error:
         raise _unreadable(path, error) from error
+
+
+def suffixes_of(path: Path) -> str | None:
+    """The suffixes by which a file is read; None if it has others."""
+    suffixes = "".join(path.suffixes[-2:] if path.suffix in (".gz", ".zst") else path.suffixes[-1:])
+    return suffixes if suffixes in SUFFIXES else None
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
@@ -138,52 +136,24 @@ def _parsed(line: bytes, place: str) -> Any:
 
 
 def _read_csv(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document]:
-    lines = _Lines(file, reading)
-    # The limit is the whole process's: it is only ever raised, and `_Lines` refuses what is too long.
+    # The limit is the whole process's, and is only ever raised; `Reading.document` refuses what is too long.
     csv.field_size_limit(max(csv.field_size_limit(), reading.longest_bytes))
-    header: list[str] | None = None
+    lines = codecs.iterdecode(file, "utf-8-sig")  # a spreadsheet writes a byte order mark
+    rows = filter(None, csv.reader(lines, strict=True))  # without blank lines
+    number = 0
     try:
-        for row in csv.reader(lines, strict=True):
-            if header is None:
-                header = row or None
-                if row.count(reading.text_field) > 1:
-                    raise UserError(f"the header has several columns `{reading.text_field}`: rename all but one")
-            elif row:
-                if len(row) != len(header):
-                    raise UserError(f"{lines.place} has {len(row)} fields, and the header {len(header)}")
-                values = dict(zip(header, row, strict=True))
-                yield reading.document(values, default_id=f"{name}:{lines.row}", place=lines.place)
-            lines.end_row(is_blank=not row)
+        header = next(rows, list[str]())
+        if header.count(reading.text_field) > 1:
+            raise UserError(f"the header has several columns `{reading.text_field}`: rename all but one")
+        for number, row in enumerate(rows, start=1):
+            if len(row) != len(header):
+                raise UserError(f"row {number} has {len(row)} fields, and the header {len(header)}")
+            values = dict(zip(header, row, strict=True))
+            yield reading.document(values, default_id=f"{name}:{number}", place=f"row {number}")
     except csv.Error as error:
-        raise UserError(f"{lines.place} is not CSV: {error}") from error
-
-
-class _Lines:
-    """The lines of a CSV file, which may be part of a row each; a row that is too long is refused."""
-
-    def __init__(self, file: IO[bytes], reading: Reading) -> None:
-        self._file, self._reading = file, reading
-        self._encoding = "utf-8-sig"  # a spreadsheet's file may begin with a byte order mark
-        self._num_bytes = 0
-        self.row = 0
-        """The row that is being read, blank lines left out; 0 is the header."""
-
-    @property
-    def place(self) -> str:
-        """The row that is being read, in words."""
-        return f"row {self.row}" if self.row else "the header"
-
-    def end_row(self, *, is_blank: bool) -> None:
-        """Begin the next row."""
-        self.row, self._num_bytes = self.row + (not is_blank), 0
-
-    def __iter__(self) -> Iterator[str]:
-        while line := self._file.readline(self._reading.longest_bytes + 1):
-            self._num_bytes += len(line)
-            if self._num_bytes > self._reading.longest_bytes:
-                raise self._reading.too_long(self.place)
-            yield line.decode(self._encoding)
-            self._encoding = "utf-8"
+        place = f"row {number + 1}"
+        is_long = "field limit" in str(error)
+        raise reading.too_long(place) if is_long else UserError(f"{place} is not CSV: {error}") from error
 
 
 def _read_parquet(path: Path, name: str, reading: Reading) -> Iterator[Document]:
@@ -202,17 +172,11 @@ def _rows(file: Any, reading: Reading) -> Iterator[dict[str, Any]]:
         raise UserError(f"it has several columns `{reading.text_field}`: rename all but one")
     columns = [name for name in ("id", reading.text_field) if name in names]
     columns = columns if reading.text_field in names else names
-    for group in range(file.num_row_groups):
-        about = file.metadata.row_group(group)
-        at_once = min(max(_ROWS_BYTES * about.num_rows // max(1, about.total_byte_size), 1), _MOST_ROWS)
-        options = {"row_groups": [group], "columns": columns, "use_threads": False}
-        for batch in file.iter_batches(batch_size=at_once, **options):
-            yield from batch.to_pylist()
+    for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns, use_threads=False):
+        yield from batch.to_pylist()
 
 
-_ROWS_BYTES, _MOST_ROWS = 2**20, 4096
-"""Bytes, and rows, of a Parquet file that are decoded together."""
-
+_ROWS_AT_ONCE = 64
 _BUFFER_BYTES = 2**17
 
 _READERS: dict[str, Callable[[IO[bytes], str, Reading], Iterator[Document]]] = {

@@ -8,6 +8,7 @@ So each window is read once an epoch, no two replicas read the same window in an
 read what one replica with the same global batch reads. A resume needs nothing saved.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,44 +71,6 @@ class Sampler:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batches:
-    """The batches of one rank of one replica.
-
-    `sampler` orders as many windows as `shards` holds.
-
-    Raises:
-        UserError: if the global batch is not divisible by `num_replicas` · `num_ranks`.
-    """
-
-    shards: TokenShards
-    """The split to read."""
-    sampler: Sampler
-    """The order in which to read it."""
-    sequence_length: int
-    """Tokens in a sequence; a window holds one more, the last token's target."""
-    replica: int = 0
-    """m, in [0, num_replicas)."""
-    num_replicas: int = 1
-    """M."""
-    rank: int = 0
-    """This process within the replica, in [0, num_ranks)."""
-    num_ranks: int = 1
-    """R: processes in a replica."""
-
-    def __post_init__(self) -> None:
-        num_windows = self.shards.num_windows(self.sequence_length)
-        assert self.sampler.num_windows == num_windows, (self.sampler.num_windows, num_windows)
-        self._windows(step=1)
-
-    def batch(self, step: int) -> np.ndarray:
-        """The tokens to read at `step`, counted from 1: int64, shape (B / (M·R), sequence_length + 1)."""
-        return np.stack([self.shards.window(int(i), self.sequence_length) for i in self._windows(step)])
-
-    def _windows(self, step: int) -> np.ndarray:
-        return self.sampler.windows(step, self.replica, self.num_replicas, self.rank, self.num_ranks)
-
-
-@dataclass(frozen=True, kw_only=True)
 class SlotSampler:
     """The order of the windows of one split in each slot, where replicas come and go.
 
@@ -152,36 +115,50 @@ class SlotSampler:
         index_K = (index_K + offset) % self.num_windows
         return permute(index_K, size=self.num_windows, seed=self.seed, epoch_K=epoch_K).astype(np.int64)
 
+    def of_step(
+        self,
+        step: int,
+        *,
+        slot: int,
+        first: int,
+        size: int,
+        after_step: int = 0,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> np.ndarray:
+        """The windows that `rank` of a replica reads at `step`: int64, shape (size / R,).
+
+        Args:
+            step: counted from 1, above `after_step`.
+            slot: s.
+            first: the window of the slot at which the replica took it over.
+            size: sequences of a batch of the replica, a multiple of `num_ranks`.
+            after_step: steps that the replica had taken before.
+            rank: the process within the replica, in [0, num_ranks).
+            num_ranks: R: processes in a replica.
+        """
+        share = size // num_ranks
+        return self.windows(slot, first + (step - after_step - 1) * size + rank * share, share)
+
 
 @dataclass(frozen=True, kw_only=True)
-class SlotBatches:
-    """The batches of one rank of a replica that reads a slot, from where it took it over."""
+class Batches:
+    """The batches of one process, such as
+
+    sampler = Sampler(num_windows=shards.num_windows(length), global_batch=8)
+    Batches(shards=shards, sequence_length=length, windows=partial(sampler.windows, replica=0, num_replicas=2))
+    """
 
     shards: TokenShards
     """The split to read."""
-    sampler: SlotSampler
-    """The order in which to read it."""
     sequence_length: int
     """Tokens in a sequence; a window holds one more, the last token's target."""
-    size: int
-    """Sequences of a batch of the replica, a multiple of `num_ranks`."""
-    slot: int
-    """s."""
-    start: int
-    """The replica's first token in its slot."""
-    after_step: int = 0
-    """Steps that it had taken before."""
-    rank: int = 0
-    """This process within the replica, in [0, num_ranks)."""
-    num_ranks: int = 1
-    """R: processes in a replica."""
+    windows: Callable[[int], np.ndarray]
+    """The windows that this process reads at a step, counted from 1: int64, shape (size,)."""
 
     def batch(self, step: int) -> np.ndarray:
-        """The tokens to read at `step`, counted from 1: int64, shape (size / R, sequence_length + 1)."""
-        first = self.start // self.sequence_length + (step - self.after_step - 1) * self.size
-        share = self.size // self.num_ranks
-        windows = self.sampler.windows(self.slot, first + self.rank * share, share)
-        return np.stack([self.shards.window(int(i), self.sequence_length) for i in windows])
+        """The tokens to read at `step`: int64, shape (size, sequence_length + 1)."""
+        return np.stack([self.shards.window(int(i), self.sequence_length) for i in self.windows(step)])
 
 
 _NUM_ROUNDS = 8

@@ -10,11 +10,10 @@ DIR/index.json             all settings and counts; written last, so that a dire
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from threading import Lock, Thread
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -210,8 +209,8 @@ class TokenShards:
     """`Index.digest` of the directory."""
     name: str = "text"
     """The split, as refusals name it."""
-    checks: "ShardChecks | None" = None
-    """The check of each shard, which ends before a token of it is used; None where they are not files."""
+    checks: tuple[Callable[[], None], ...] = ()
+    """One per shard that is a file, run once, before a token of it is used; it raises a UserError."""
 
     @property
     def num_tokens(self) -> int:
@@ -221,6 +220,10 @@ class TokenShards:
     @cached_property
     def _ends(self) -> np.ndarray:
         return np.cumsum([len(shard) for shard in self.shards])
+
+    @cached_property
+    def _unchecked(self) -> set[int]:
+        return set(range(len(self.checks)))
 
     def num_windows(self, length: int) -> int:
         """The number of windows of `length` + 1 tokens at stride `length`: (num_tokens − 1) // length.
@@ -243,7 +246,7 @@ class TokenShards:
         """Tokens i·`length` … (i + 1)·`length`, both included: int64, shape (length + 1,).
 
         Raises:
-            UserError: if a shard that it reads, or any other that was checked, is not as it was prepared.
+            UserError: if a shard that it reads is not as it was prepared.
         """
         assert 0 <= i < self.num_windows(length), (i, self.num_windows(length))
         first, stop = i * length, (i + 1) * length + 1
@@ -252,52 +255,11 @@ class TokenShards:
             start = int(self._ends[number]) - len(self.shards[number])
             if start >= stop:
                 break
-            if self.checks is not None:
-                self.checks.ensure(number)
+            if number in self._unchecked:
+                self.checks[number]()
+                self._unchecked.remove(number)
             pieces.append(self.shards[number][max(first - start, 0) : stop - start])
         return np.concatenate(pieces).astype(np.int64)
-
-
-class ShardChecks:
-    """The checks that shards hold the tokens that were prepared; each runs once, by whoever comes first.
-
-    Args:
-        checks: one a shard; it raises a UserError if the shard does not.
-    """
-
-    def __init__(self, checks: Sequence[Callable[[], None]]) -> None:
-        self._checks = checks
-        self._locks = [Lock() for _ in checks]
-        self._are_done = [False for _ in checks]
-        self._error: UserError | None = None
-
-    def start(self) -> None:
-        """Check all shards in a thread."""
-        Thread(target=self._check_all, name="check of shards", daemon=True).start()
-
-    def _check_all(self) -> None:
-        for number in range(len(self._checks)):
-            self._check(number)
-
-    def _check(self, number: int) -> None:
-        with self._locks[number]:
-            if not self._are_done[number]:
-                try:
-                    self._checks[number]()
-                except UserError as error:
-                    self._error = error
-                self._are_done[number] = True
-
-    def ensure(self, number: int) -> None:
-        """Wait for the check of a shard, or run it.
-
-        Raises:
-            UserError: if the shard, or any other that was checked, is not as it was prepared.
-        """
-        if not self._are_done[number]:
-            self._check(number)
-        if self._error is not None:
-            raise self._error
 
 
 def open_split(directory: Path, split: Split) -> TokenShards:
@@ -316,11 +278,9 @@ def open_split(directory: Path, split: Split) -> TokenShards:
         bos_id=index.bos_id,
         digest=index.digest,
         name=_NAMES[split],
-        checks=ShardChecks(
-            [
-                partial(check_shard, path, shard, dtype=index.dtype, vocab_size=index.vocab_size)
-                for path, shard in zip(paths, index.splits[split], strict=True)
-            ]
+        checks=tuple(
+            partial(check_shard, path, shard, dtype=index.dtype, vocab_size=index.vocab_size)
+            for path, shard in zip(paths, index.splits[split], strict=True)
         ),
     )
 

@@ -19,25 +19,14 @@ FILES = ("tokenizer.json", "tokenizer.model")
 class Tokenizer(Protocol):
     """A mapping between text and token ids."""
 
-    @property
-    def name(self) -> str:
-        """A name for people."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids: every id is below it."""
-        ...
-
-    @property
-    def bos_id(self) -> int:
-        """The id that precedes a document. No text encodes to it."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """SHA-256, in hexadecimal, of the data that define the mapping."""
-        ...
+    name: str
+    """A name for people."""
+    vocab_size: int
+    """Number of ids: every id is below it."""
+    bos_id: int
+    """The id that precedes a document. No text encodes to it."""
+    digest: str
+    """SHA-256, in hexadecimal, of the data that define the mapping."""
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, without BOS: uint32, shape (num_tokens,)."""
@@ -118,7 +107,7 @@ def _load_prepared(directory: Path) -> Tokenizer:
 
 
 class ByteTokenizer:
-    """A token a byte of UTF-8, and BOS = 256."""
+    """One token per byte of UTF-8, and BOS = 256."""
 
     name = "bytes"
     vocab_size = 257

@@ -23,17 +23,17 @@ class HeldOutLoss:
     """The loss of a model on text that it was not trained on."""
 
     loss: float
-    """Mean cross-entropy, nats a token."""
+    """Mean cross-entropy, nats per token."""
     standard_error: float | None
     """Standard error of the loss, over sequences; None for a single sequence."""
     bits_per_byte: float
-    """loss · tokens a byte / ln 2; the tokens that begin documents cost bits and hold no byte."""
+    """loss · tokens per byte / ln 2; the tokens that begin documents cost bits and hold no byte."""
     num_tokens: int
     """Number of tokens that were predicted."""
 
 
 def sequence_losses(model: LanguageModel, batches: Iterable[np.ndarray], device: torch.device) -> list[float]:
-    """Mean cross-entropy of each sequence, nats a token.
+    """Mean cross-entropy of each sequence, nats per token.
 
     Args:
         model: whose loss is measured.
@@ -54,7 +54,7 @@ def held_out_loss(losses: Sequence[float], *, sequence_length: int, bytes_per_to
     """The mean loss over sequences of equal length.
 
     Args:
-        losses: mean cross-entropy of each sequence, nats a token.
+        losses: mean cross-entropy of each sequence, nats per token.
         sequence_length: tokens predicted in each.
         bytes_per_token: UTF-8 bytes of the text divided by its tokens.
 

@@ -1,68 +1,48 @@
-"""Multiple-choice questions in files of the project's own: a JSON object a line."""
+"""Multiple-choice questions in files of the project's own: one JSON object per line."""
 
-import json
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Annotated, Any
 
-from diloco.errors import UserError
+import msgspec
 
-_LONGEST_LINE_BYTES = 2**20
-_MOST_LINES = 10**6
-_FIELDS = {"query": str, "choices": list, "gold": int}
+from diloco.errors import FileError, UserError
+from diloco.schema import read_bytes
+
+_MOST_BYTES = 2**28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One line of a file; other fields than these are ignored."""
+
+    query: str
+    choices: Annotated[list[str], msgspec.Meta(min_length=2)]
+    gold: Annotated[int, msgspec.Meta(ge=0)]
+    """Index of the right choice."""
+
+    def __post_init__(self) -> None:
+        if not all(map(str.strip, self.choices)):
+            raise UserError(f"choices must not be blank, and one of the {len(self.choices)} is")
+        if self.gold >= len(self.choices):
+            raise UserError(f"gold is {self.gold}, but there are {len(self.choices)} choices")
 
 
 def read_questions(path: Path) -> list[dict[str, Any]]:
     """The questions of a file, each with `query`, `choices`, and `gold`, the index of the right choice.
 
     Raises:
-        UserError: with the line, if the file can't be read, a field is missing or wrong, a line is longer than
-            1 MiB, or there are more than a million of them.
+        FileError: with the line, if the file can't be read, or a field is missing or wrong.
     """
-    try:
-        with path.open("rb") as file:
-            questions = [_question(path, number, line) for number, line in _lines(file, path) if line.strip()]
-    except OSError as error:
-        raise UserError(f"{path} can't be read as questions: {error.strerror}") from None
-    if not questions:
-        raise UserError(f"{path} holds no question")
-    return questions
-
-
-def _lines(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
-    number = 0
-    while line := file.readline(_LONGEST_LINE_BYTES + 1):  # only \n ends it: a text may hold other separators
-        number += 1
-        if len(line) > _LONGEST_LINE_BYTES:
-            raise UserError(f"{path}, line {number}: longer than {_LONGEST_LINE_BYTES:,} bytes")
-        if number > _MOST_LINES:
-            raise UserError(f"{path} has more than {_MOST_LINES:,} lines: take fewer questions")
-        yield number, line
-
-
-def _question(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        question = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}, line {number}: can't be read as questions: {error}") from None
-    except RecursionError:
-        raise UserError(f"{path}, line {number}: not JSON (its lists and objects are nested too deep)") from None
-    except ValueError as error:
-        raise UserError(f"{path}, line {number}: not JSON ({error})") from None
-    for name, kind in _FIELDS.items():
-        if not isinstance(question, dict) or name not in question:
-            raise UserError(f"{path}, line {number}: the field {name!r} is missing")
-        if type(question[name]) is not kind:
-            shown = repr(question[name])[:50]
-            raise UserError(f"{path}, line {number}: {name!r} must be a {kind.__name__}, not {shown}")
-    choices, gold = question["choices"], question["gold"]
-    if len(choices) < 2 or not all(isinstance(choice, str) and choice.strip() for choice in choices):
-        raise UserError(f"{path}, line {number}: 'choices' must be two texts or more, none of them blank")
-    if not 0 <= gold < len(choices):
-        raise UserError(f"{path}, line {number}: 'gold' is {gold}, but there are {len(choices)} choices")
-    for text in (question["query"], *choices):
+    questions = []
+    # A newline alone ends a line: texts may hold other separators.
+    for number, line in enumerate(read_bytes(path, most_bytes=_MOST_BYTES).split(b"\n"), start=1):
+        if not line.strip():
+            continue
         try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"{path}, line {number}: a text can't be encoded in UTF-8 ({error})") from None
-    return {"query": question["query"], "choices": choices, "gold": gold}
+            questions.append(vars(msgspec.json.decode(line, type=Question)))
+        except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+            raise FileError(f"{path}, line {number}, can't be read as a question: {error}") from error
+    if not questions:
+        raise FileError(f"{path} holds no question")
+    return questions

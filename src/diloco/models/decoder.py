@@ -1,6 +1,6 @@
 """A pre-LayerNorm decoder: QK-LayerNorm, RoPE, GELU, tied embeddings (arXiv 2503.09799, section 3).
 
-Shapes: B sequences, T tokens, D width, H heads, K = D/H elements a head, V vocabulary.
+Shapes: B sequences, T tokens, D width, H heads, K = D/H elements per head, V vocabulary.
 """
 
 import math

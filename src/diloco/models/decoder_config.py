@@ -1,6 +1,6 @@
 """The sizes of the decoder, the ladder of the scaling-laws paper, and the export to `transformers`. No torch.
 
-Shapes: D width, H heads, K = D/H elements a head.
+Shapes: D width, H heads, K = D/H elements per head.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class DecoderConfig(ModelConfig):
     """The size of a decoder: 12·L·D² + V·D parameters in matrices, and the gains of its norms."""
 
     num_heads: int
-    """Attention heads; must divide the width into an even number of elements a head."""
+    """Attention heads; must divide the width into an even number of elements per head."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that make no decoder."""
@@ -64,7 +64,7 @@ class DecoderConfig(ModelConfig):
 
 
 SEQUENCE_LENGTH = 2_048
-"""Tokens a sequence in arXiv 2503.09799."""
+"""Tokens per sequence in arXiv 2503.09799."""
 
 LADDER = {
     "35M": (6, 8, 512),

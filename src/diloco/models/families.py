@@ -1,7 +1,5 @@
 """The model families that a stored config may name: those of this package, and each that the program imported."""
 
-from collections.abc import Iterator
-
 from diloco.errors import UserError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.models.hugging_face_config import HuggingFaceConfig
@@ -27,13 +25,9 @@ def load_family(path: str) -> type[ModelConfig]:
     >>> load_family(DEFAULT_FAMILY).__name__
     'DecoderConfig'
     """
-    for family in _subclasses(ModelConfig):
+    known = ModelConfig.__subclasses__()
+    for family in known:
         if family.family == path:
             return family
+        known += family.__subclasses__()
     raise UserError(f"model.family={path!r} is not known here: import it first", "model.family")
-
-
-def _subclasses(kind: type[ModelConfig]) -> Iterator[type[ModelConfig]]:
-    for subclass in kind.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)

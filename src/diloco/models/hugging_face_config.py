@@ -1,33 +1,35 @@
-"""A causal language model of `transformers`: its config, its place, and the look-up of both. No torch.
+"""A causal language model of `transformers`: its config, its files, here or on the Hub, and its class. No torch.
 
 The architecture is the content of the model's `config.json`, and travels in the run's config: a run is evaluated
 and exported without the directory that it began from, unless it has trained adapters alone.
 """
 
 import json
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import tyro
 
-from diloco.errors import UserError
-from diloco.files import expanded, sha256
-from diloco.models.pretrained import (
-    WEIGHTS,
-    config_file,
-    model_class,
-    parse_lora,
-    text_config,
-    transformers_config,
-    weight_files,
-)
+from diloco.errors import FileError, UserError
+from diloco.files import expanded, require, sha256, writing
+from diloco.hub import hub_file
 from diloco.models.spec import ModelConfig
 from diloco.schema import read_json
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from diloco.models.language_model import LanguageModel
 
+WEIGHTS = ("model.safetensors", _INDEX := "model.safetensors.index.json")
+"""Files of weights, in the order in which transformers looks for them."""
 _FIXED = tyro.conf.Fixed
 _MOST_BYTES = 1 << 20
 """Size of the largest file that is read: no config takes as much."""
@@ -80,15 +82,28 @@ class HuggingFaceConfig(ModelConfig):
 
     def build(self, *, seed: int) -> "LanguageModel":
         """The model; the seed draws its weights, but where adapters alone are trained those are read from `hf`."""
-        from diloco.models.hugging_face import build  # with torch
+        import torch
 
-        return build(self, seed=seed)
+        is_read = self.lora is not None and torch.get_default_device().type != "meta"
+        return self._built(is_read=is_read, seed=seed)
 
     def initial(self, *, seed: int) -> "LanguageModel":
-        """The model with the weights of `hf`, if it has any."""
-        from diloco.models.hugging_face import initial
+        """The model with the weights of `hf`, if it has any.
 
-        return initial(self, seed=seed)
+        Raises:
+            UserError: if they are gone, or others.
+        """
+        return self._built(is_read=bool(self.weights), seed=seed)
+
+    def _built(self, *, is_read: bool, seed: int) -> "LanguageModel":
+        import torch
+
+        from diloco.models.hugging_face import HuggingFaceModel
+
+        with quiet(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = _read(self) if is_read else _drawn(self)
+            return HuggingFaceModel(model if self.lora is None else _with_adapters(model, self.lora))
 
     def fitted(self, *, vocab_size: int, sequence_length: int) -> Self:
         """This config, where the model can read the tokens and the length of the sequences."""
@@ -106,7 +121,7 @@ class HuggingFaceConfig(ModelConfig):
         return self
 
     def _check_fits(self, name: str, needed: int, unit: str, at_fault: str) -> None:
-        least = getattr(text_config(transformers_config(self.architecture)), name, None)
+        least = getattr(transformers_config(self.architecture).get_text_config(), name, None)
         if isinstance(least, int) and 0 < least < needed:
             raise UserError(
                 f"model.hf={self.hf} has {name}={least}, fewer than the {needed} {unit}: choose another "
@@ -117,16 +132,12 @@ class HuggingFaceConfig(ModelConfig):
     @property
     def num_matrix_params(self) -> int:
         """All parameters but gains and biases, those of all experts included."""
-        from diloco.models.hugging_face import num_matrix_params
-
-        return num_matrix_params(self, trained=False)
+        return _num_params(self, trained=False)
 
     @property
     def num_trained_params(self) -> int:
         """The parameters that are trained, and so exchanged: those of the whole model, or of the adapters."""
-        from diloco.models.hugging_face import num_matrix_params
-
-        return num_matrix_params(self, trained=True)
+        return _num_params(self, trained=True)
 
     @property
     def slow_imports(self) -> tuple[str, ...]:
@@ -137,9 +148,86 @@ class HuggingFaceConfig(ModelConfig):
         self, model: "LanguageModel", directory: Path, *, context: int, bos_id: int, merged: bool = False
     ) -> str:
         """Write the model as its own class, or its adapters as peft's; `merged` adds them to the weights."""
-        from diloco.models.hugging_face import export
+        if merged and self.lora is None:
+            raise UserError("merged means nothing to a model that has no adapters: leave it out", "merged")
+        inner: Any = model.model  # of `HuggingFaceModel`
+        with quiet(), writing(directory):
+            if self.lora is not None and not merged:
+                inner.peft_config["default"].base_model_name_or_path = self.hf
+                inner.save_pretrained(directory, save_embedding_layers=False)
+                sentence = f"The adapters belong to the model `{self.hf}`, which peft reads from there."
+            else:
+                inner = inner.merge_and_unload() if merged else inner
+                for one in filter(None, (inner.config, getattr(inner, "generation_config", None))):
+                    one.bos_token_id = one.eos_token_id = bos_id
+                inner.save_pretrained(directory)
+                sentence = f"The class is `{type(inner).__name__}`."
+            mode = next(directory.glob("*config.json")).stat().st_mode
+            for path in directory.glob("*.safetensors"):
+                path.chmod(mode)  # the library makes files that nobody else may read
+        return sentence
 
-        return export(self, model, directory, bos_id=bos_id, merged=merged)
+
+@cache
+def _num_params(config: HuggingFaceConfig, *, trained: bool) -> int:
+    """The parameters of two dimensions or more, or those that are trained."""
+    import torch
+
+    with torch.device("meta"):
+        model = config.build(seed=0)
+    return sum(p.numel() for p in model.parameters() if p.dim() > 1 and (p.requires_grad or not trained))
+
+
+def _drawn(config: HuggingFaceConfig) -> "nn.Module":
+    import torch
+
+    values = deepcopy(transformers_config(config.architecture))
+    try:
+        return model_class(config.architecture)._from_config(values, dtype=torch.float32)
+    except Exception as error:  # each class checks its config itself, by errors of any class
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise UserError(f"model.hf={config.hf}: transformers can't build it ({reason})", "model.hf") from error
+
+
+def _read(config: HuggingFaceConfig) -> "nn.Module":
+    import torch
+
+    files = weight_files(config.hf)
+    if (digest := sha256(*files)) != config.weights:
+        raise UserError(
+            f"model.hf={config.hf} has other weights than those that the run began with (SHA-256 {digest:.16}, "
+            f"and not {config.weights:.16}): bring them back",
+            "model.hf",
+        )
+    try:
+        model, info = model_class(config.architecture).from_pretrained(
+            files[0].parent,
+            config=deepcopy(transformers_config(config.architecture)),
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"model.hf={config.hf}: its weights can't be read: {reason}", "model.hf") from error
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(
+            f"model.hf={config.hf}: its weights lack {len(missing)} parameters, such as {missing[0]}", "model.hf"
+        )
+    if config.lora is None:
+        _refuse_buffers(config, model)
+    return model
+
+
+def _refuse_buffers(config: HuggingFaceConfig, model: "nn.Module") -> None:
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if buffers := [name for name in model.state_dict() if name not in parameters]:
+        raise UserError(
+            f"model.hf={config.hf} keeps {buffers[0]} in a buffer, which is neither trained nor exchanged: take "
+            "adapters, with model.lora",
+            *("model.hf", "model.lora"),
+        )
 
 
 def hugging_face_model(name: str, *, lora: str | None = None) -> HuggingFaceConfig:
@@ -153,7 +241,7 @@ def hugging_face_model(name: str, *, lora: str | None = None) -> HuggingFaceConf
     Raises:
         UserError: if there is no such model, or it is no causal language model.
     """
-    file, is_here = config_file(name)
+    file, is_here = _config_file(name)
     values = read_json(file, dict[str, Any], most_bytes=_MOST_BYTES)
     for key in ("_name_or_path", "transformers_version"):  # they say nothing about the model
         values.pop(key, None)
@@ -162,7 +250,7 @@ def hugging_face_model(name: str, *, lora: str | None = None) -> HuggingFaceConf
         model_class(architecture)
     except UserError as error:
         raise UserError(f"model.hf={name}: {error}", "model.hf") from error
-    text = text_config(transformers_config(architecture))
+    text = transformers_config(architecture).get_text_config()
     config = HuggingFaceConfig(
         num_layers=int(getattr(text, "num_hidden_layers", None) or 1),
         width=int(getattr(text, "hidden_size", None) or 1),
@@ -179,3 +267,186 @@ def hugging_face_model(name: str, *, lora: str | None = None) -> HuggingFaceConf
             "model.hf",
         )
     return replace(config, weights=sha256(*weight_files(config.hf)) if has_weights else "", lora=lora)
+
+
+def _config_file(name: str) -> tuple[Path, bool]:
+    """The file of a model's config, and whether it is this machine's, not the Hub's."""
+    path = expanded(name)
+    sentence = (
+        f"model.hf={name} is neither a directory with a config.json, nor such a file, nor the name of a model on "
+        "the Hugging Face Hub"
+    )
+    if path.is_file():
+        return path, True
+    if path.exists():
+        if not (path / "config.json").is_file():
+            raise UserError(sentence, "model.hf")
+        return path / "config.json", True
+    try:
+        downloaded = hub_file(name, ("config.json",))
+    except UserError as error:
+        raise UserError(f"{sentence}; {error}", "model.hf") from error
+    if downloaded is None:
+        raise UserError(sentence, "model.hf")
+    return downloaded, False
+
+
+def weight_files(hf: str) -> list[Path]:
+    """The files of a model's weights; those of the Hub are downloaded if they are not here.
+
+    Args:
+        hf: the model's directory, or its name on the Hub.
+
+    Raises:
+        UserError: if they are gone.
+    """
+    folder = expanded(hf)
+    hub = None if folder.exists() else hf
+    try:
+        first = _file(folder, hub, *WEIGHTS)
+        names = [first.name]
+        if first.name == _INDEX:
+            index = read_json(first, dict[str, Any])
+            names = sorted({str(shard) for shard in index.get("weight_map", {}).values()})
+            if any(Path(shard).name != shard for shard in names):
+                raise FileError(f"{first} can't be read: a shard lies outside of its directory")
+        return [_file(folder, hub, shard) for shard in names]
+    except UserError as error:
+        raise UserError(f"model.hf={hf}: its weights can't be read: {error}", "model.hf") from error
+
+
+def _file(folder: Path, hub: str | None, *names: str) -> Path:
+    if hub is not None:
+        downloaded = hub_file(hub, names)
+        if downloaded is None:
+            raise UserError("the directory is gone")
+        return downloaded
+    here = next((folder / name for name in names if (folder / name).is_file()), None)
+    if here is None:
+        raise UserError(f"{folder} has no {' or '.join(names)}")
+    return here
+
+
+@cache
+def transformers_config(architecture: str) -> Any:
+    """The config object of `transformers`; to be copied before it is changed.
+
+    Raises:
+        UserError: if `transformers` is not installed, does not know the model's type, or refuses a value.
+    """
+    require("transformers", extra="transformers")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = json.loads(architecture)
+    if (kind := values.get("model_type")) not in CONFIG_MAPPING:
+        raise UserError(f"transformers knows no model_type={kind!r:.80} here: its config.json must name one")
+    try:
+        with quiet():
+            return CONFIG_MAPPING[kind].from_dict(values)
+    except Exception as error:  # each config checks itself, by errors of any class
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"transformers refuses its config.json: {reason}") from error
+
+
+@cache
+def model_class(architecture: str) -> Any:
+    """The class of `transformers` that computes a causal language model of this architecture.
+
+    Raises:
+        UserError: if there is none.
+    """
+    config = transformers_config(architecture)
+    from transformers.models.auto import modeling_auto as auto
+
+    # The types that fill in masked tokens read those that follow, too, but where they are told not to.
+    reads_ahead = type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    is_known = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    if not is_known or reads_ahead or getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"a model of type {config.model_type} is no causal language model: choose another")
+    return auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Have `transformers` and peft say nothing but errors."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+_OPTIONS = "rank=INTEGER, alpha=NUMBER, targets=NAME+NAME"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """W + (alpha / rank) · B A in the place of each weight W of the targets; B and A are trained, and W is not."""
+
+    rank: int
+    """Rows of A, and columns of B."""
+    alpha: float
+    """Scale of the adapters, times the rank."""
+    targets: tuple[str, ...] = ()
+    """Last names of the modules that get adapters; none means every linear one but the head."""
+
+
+def parse_lora(text: str) -> Lora:
+    """The settings that a text names: the rank, and where they differ from the defaults, alpha and targets.
+
+    Raises:
+        UserError: naming the options that exist.
+
+    >>> parse_lora("rank=8")
+    Lora(rank=8, alpha=16.0, targets=())
+    >>> parse_lora("rank=4,alpha=4,targets=q_proj+v_proj").targets
+    ('q_proj', 'v_proj')
+    """
+    options: dict[str, str] = {}
+    for option in text.split(","):
+        key, _, value = option.partition("=")
+        if key not in ("rank", "alpha", "targets") or key in options:
+            raise _refusal(text, f"{option!r} is not an option of it, or given twice")
+        options[key] = value
+    try:
+        rank = int(options["rank"])
+        alpha = float(options.get("alpha", 2 * rank))
+    except (KeyError, ValueError):
+        raise _refusal(text, "it needs a rank, and numbers for rank and alpha") from None
+    targets = tuple(options["targets"].split("+")) if "targets" in options else ()
+    if not (1 <= rank < 1 << 16 and 0 < alpha < math.inf and all(targets)):
+        raise _refusal(text, "rank must be from 1 to 65535, alpha above 0, and no target empty")
+    return Lora(rank=rank, alpha=alpha, targets=targets)
+
+
+def _refusal(text: str, reason: str) -> UserError:
+    return UserError(f"model.lora={text}: {reason} (it has: {_OPTIONS})", "model.lora")
+
+
+def _with_adapters(model: "nn.Module", text: str) -> Any:
+    """The model of `transformers` as peft's, with adapters drawn by torch's generator; nothing else is trained.
+
+    Raises:
+        UserError: if peft is not installed, or the model has no such targets.
+    """
+    peft, lora = require("peft", extra="lora"), parse_lora(text)
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=[*lora.targets] or "all-linear",
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return peft.get_peft_model(model, settings)
+    except ValueError as error:
+        reason = str(error).splitlines()[0][:300]
+        raise UserError(f"model.lora={text} does not suit the model: {reason}", "model.lora") from error

@@ -1,4 +1,4 @@
-"""The module of a model family: its base class, and its default loss.
+"""The module of a model family: its base class, with the default loss.
 
 Shapes: B sequences, T tokens, V vocabulary, R rows taken from B.
 """
@@ -41,9 +41,11 @@ class LanguageModel(nn.Module):
         """An empty cache, with which text is written and zero-shot tasks are scored; None if there is none."""
         return None
 
-    def loss(self, logits_BxTxV: Tensor, targets_BxT: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-        """The cross-entropy to report and the objective to train on, as of `next_token_loss`."""
-        return next_token_loss(logits_BxTxV, targets_BxT, z_loss)
+    def loss(
+        self, logits_BxTxV: Float[Tensor, "B T V"], targets_BxT: Int64[Tensor, "B T"], z_loss: float = 0.0
+    ) -> tuple[Float32[Tensor, ""], Float32[Tensor, ""]]:
+        """Mean cross-entropy in nats per token, to report, and the objective to train on, with the z-loss."""
+        return cross_entropy(logits_BxTxV.flatten(0, -2), targets_BxT.flatten(), z_loss)
 
 
 @contextmanager
@@ -57,14 +59,3 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def next_token_loss(
-    logits_BxTxV: Float[Tensor, "B T V"], targets_BxT: Int64[Tensor, "B T"], z_loss: float = 0.0
-) -> tuple[Float32[Tensor, ""], Float32[Tensor, ""]]:
-    """Mean cross-entropy in nats a token, and the objective: cross-entropy + z_loss · mean((log Z)²).
-
-    Returns:
-        Two scalars, FP32: (cross-entropy, objective).
-    """
-    return cross_entropy(logits_BxTxV.flatten(0, -2), targets_BxT.flatten(), z_loss)

@@ -6,12 +6,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from diloco.data.sampling import Batches, Sampler, SlotBatches, SlotSampler
+from diloco.data.sampling import Batches, Sampler, SlotSampler
 from diloco.data.shards import TokenShards, open_split
 from diloco.errors import ExchangeError, TrainingError
 from diloco.exchange.transport import agree, fail_together
@@ -125,7 +126,7 @@ class _Run:
 
     config: TrainConfig
     world: World
-    batches: Batches | SlotBatches
+    batches: Batches
     held_out: TokenShards
     state: TrainState
     checkpoints: Checkpoints
@@ -225,36 +226,24 @@ def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, TokenS
     text = {"digest of the data": corpus.digest, "tokens of training text": corpus.num_tokens}
     agree(world.everyone, shared_facts(config) | text, member=member)
     held_out_windows(held_out, config)  # too little text is refused now, not after the last step
-    for split in (corpus, held_out):
-        if split.checks is not None:
-            split.checks.start()
     return corpus, held_out
 
 
-def open_batches(
-    config: TrainConfig, world: World, corpus: TokenShards, *, after_step: int = 0
-) -> Batches | SlotBatches:
+def open_batches(config: TrainConfig, world: World, corpus: TokenShards, *, after_step: int = 0) -> Batches:
     """This process's share of every batch; with a rendezvous, those of its slot after a step."""
-    num_windows = corpus.num_windows(config.sequence_length)
+    num_windows, seed = corpus.num_windows(config.sequence_length), config.seed
+    ranks = {"rank": world.rank, "num_ranks": world.num_ranks}
     if (rendezvous := world.rendezvous) is not None:
         slot, start = world.of_first(2, lambda: (rendezvous.slot, rendezvous.start))
-        return SlotBatches(
-            shards=corpus,
-            sampler=SlotSampler(num_windows=num_windows, seed=config.seed),
-            sequence_length=config.sequence_length,
-            size=config.process_batch * world.num_ranks,
+        windows = partial(
+            SlotSampler(num_windows=num_windows, seed=seed).of_step,
             slot=slot,
-            start=start,
+            first=start // config.sequence_length,
+            size=config.process_batch * world.num_ranks,
             after_step=after_step,
-            rank=world.rank,
-            num_ranks=world.num_ranks,
+            **ranks,
         )
-    return Batches(
-        shards=corpus,
-        sampler=Sampler(num_windows=num_windows, global_batch=config.global_batch, seed=config.seed),
-        sequence_length=config.sequence_length,
-        replica=world.replica,
-        num_replicas=world.num_replicas,
-        rank=world.rank,
-        num_ranks=world.num_ranks,
-    )
+    else:
+        sampler = Sampler(num_windows=num_windows, global_batch=config.global_batch, seed=seed)
+        windows = partial(sampler.windows, replica=world.replica, num_replicas=world.num_replicas, **ranks)
+    return Batches(shards=corpus, sequence_length=config.sequence_length, windows=windows)
