@@ -105,9 +105,10 @@ class Sources:
         finished += [one.summary is not None for one in self.runs]
         return all(finished) and not self.is_behind
 
-    def page(self) -> Page:
+    def page(self, *, with_charts: bool = True) -> Page:
         """The page after the last look."""
-        sections = [*run_sections(self.runs, self.labels), *map(store_section, self.stores)]
+        sections = run_sections(self.runs, self.labels, with_charts=with_charts)
+        sections += [store_section(store, with_charts=with_charts) for store in self.stores]
         return Page(note=self.note, sections=sections)
 
 
