@@ -5,12 +5,15 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stderr
 from functools import partial, wraps
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
 from diloco.cli._flags import arguments_of, fields_of, flag, our_name, spelled
 from diloco.errors import UserError, nearest
+
+Run = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+"""A run on a command line: its directory, or the URL of its store."""
 
 
 def call(command: Callable[..., None], arguments: Sequence[str], *, prog: str) -> None:
