@@ -23,7 +23,7 @@ def spelled(command: Callable[..., Any]) -> Iterator[None]:
     except DilocoError as error:
         if error.fields:
             fields = set(fields_of(command))
-            error.args = (error.spelled(lambda field: flag(field, fields)), *error.args[1:])
+            error.args = (error.spelled(lambda field: flag(field, fields)),)
         raise
 
 

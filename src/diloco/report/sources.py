@@ -9,7 +9,7 @@ from diloco.rendezvous.log.log import is_store
 from diloco.report.page import Page
 from diloco.report.runs import run_sections
 from diloco.report.stores import StoreTail, store_section
-from diloco.report.text import Label, labels
+from diloco.report.text import labels
 from diloco.training.records.runs import CONFIG_FILE
 from diloco.training.records.tail import RunTail
 
@@ -40,11 +40,6 @@ class Sources:
     def runs(self) -> list[RunTail]:
         """The runs, in the order in which they were named; those of a directory by name."""
         return list(self._runs.values())
-
-    @property
-    def labels(self) -> list[Label]:
-        """A name for each of the runs."""
-        return labels([run.directory.absolute().name for run in self.runs], [run.config for run in self.runs])
 
     @property
     def stores(self) -> list[StoreTail]:
@@ -107,7 +102,8 @@ class Sources:
 
     def page(self, *, with_charts: bool = True) -> Page:
         """The page after the last look."""
-        sections = run_sections(self.runs, self.labels, with_charts=with_charts)
+        names = labels([run.directory.absolute().name for run in self.runs], [run.config for run in self.runs])
+        sections = run_sections(self.runs, names, with_charts=with_charts)
         sections += [store_section(store, with_charts=with_charts) for store in self.stores]
         return Page(note=self.note, sections=sections)
 

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from diloco.files import make_directory, require, writing
 
 if TYPE_CHECKING:
@@ -54,22 +52,6 @@ def viridis(part: float) -> tuple[float, float, float, float]:
     import matplotlib as mpl
 
     return mpl.colormaps["viridis"](1.4 * part)
-
-
-def new_axes(x_label: str, y_label: str) -> "tuple[Figure, Axes]":
-    """A figure so small that its text is legible on a phone."""
-    figure = new_figure(4.4, 3.1)
-    axes = figure.subplots()
-    axes.set(xlabel=x_label, ylabel=y_label)
-    axes.grid(visible=True, color="0.9")
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def binned_means(values: Sequence[float], most: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """Cut into `most` equal parts at the most: the last step and the mean of each."""
-    parts = np.array_split(np.arange(len(values)), min(most, len(values)))
-    return np.array([part[-1] + 1 for part in parts]), np.array([np.mean(np.take(values, part)) for part in parts])
 
 
 def draw_experiment(experiment: "Experiment", rows: "Sequence[Row]") -> "Figure":
