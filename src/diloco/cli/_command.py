@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from diloco.cli._flags import arguments_of, fields_of, flag, our_name, spelled
+from diloco.cli._flags import arguments_of, field_of, fields_of, flag, our_name, spelled
 from diloco.errors import UserError, nearest
 
 Run = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
@@ -82,9 +82,9 @@ def parsed(kind: Callable[..., Any], arguments: Sequence[str], *, prog: str, **o
 def _mistake(kind: Callable[..., Any], arguments: Sequence[str], prog: str, *, has_default: bool) -> str:
     """The reason why a command line can't be parsed: the first flag whose values do not fit, or what it lacks."""
     own = {argument.name: argument for argument in arguments_of(kind)}
-    before, given = _by_flag(arguments)
+    before, given = by_flag(arguments)
     for word, values in given:
-        argument = own.get(word.lstrip("-").replace("-", "_"))
+        argument = own.get(field_of(word))
         if argument is None or argument.kind is bool:
             continue
         if not values:
@@ -92,21 +92,21 @@ def _mistake(kind: Callable[..., Any], arguments: Sequence[str], prog: str, *, h
         for value in values if argument.takes_many else values[:1]:
             if not argument.fits(value):
                 return f"{word} takes {argument.expected}, not {value!r}"
-    words = {word for word, _ in given}
+    fields = {field_of(word) for word, _ in given}
     for argument in () if has_default else own.values():
-        if argument.is_required and not (argument.label in words if argument.is_flag else before):
+        if argument.is_required and not (argument.name in fields if argument.is_flag else before):
             return f"{prog} needs {argument.label}"
     return f"{prog} can't take {shlex.join(arguments)!r:.200}"
 
 
-def _by_flag(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """The words before the first flag, and each flag with the words that follow it."""
+def by_flag(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """The words before the first flag, and each flag, as it is typed, with the words that follow it."""
     before: list[str] = []
     given: list[tuple[str, list[str]]] = []
     for word in arguments:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            given.append((name.replace("_", "-"), [value] if equals else []))
+            given.append((name, [value] if equals else []))
         else:
             (given[-1][1] if given else before).append(word)
     return before, given
@@ -118,7 +118,7 @@ def _unknown_word(word: str, kind: Callable[..., Any], prog: str) -> UserError:
         return UserError(f"{word!r} is not expected here: a value stands after its flag ({prog} --help)")
     fields = set(fields_of(kind))
     name = word.partition("=")[0]
-    field = name.lstrip("-").replace("-", "_")
+    field = field_of(name)
     whole = flag(field, fields)  # such as learning_rate, whose flag has a section's name before it
     if whole == field and (ours := our_name(field)) in fields:
         whole = flag(ours, fields)

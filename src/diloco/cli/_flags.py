@@ -123,6 +123,11 @@ def fields_of(command: Callable[..., Any]) -> Iterator[str]:
 _POSITIONAL, _SUPPRESSED = (get_args(marker[str])[1] for marker in (tyro.conf.Positional, tyro.conf.Suppress))
 
 
+def field_of(flag: str) -> str:
+    """The dotted name of a flag's setting."""
+    return flag.lstrip("-").replace("-", "_")
+
+
 def flag(field: str, fields: Collection[str]) -> str:
     """The flag of a setting among a command's; the setting as it is where it has none.
 
@@ -141,7 +146,7 @@ def flag(field: str, fields: Collection[str]) -> str:
 
 
 def our_name(field: str) -> str:
-    """The setting that nanochat, torchtitan or transformers calls so, whatever its section; or the same name.
+    """The setting that nanochat, torchtitan or transformers calls so, in any section; or the same name.
 
     >>> our_name("training.seq_len")
     'sequence_length'

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from diloco.cli._command import asks_for_help
+from diloco.cli._command import asks_for_help, by_flag
 from diloco.cli._explain import hinted
-from diloco.cli._flags import spelled
+from diloco.cli._flags import field_of, spelled
 from diloco.cli._recipe import changed, named_recipe
 from diloco.errors import UserError
 from diloco.training.config.config import TrainConfig, differences, with_value
@@ -102,17 +102,15 @@ _FIRST_WORDS = ("resume", "config", "rendezvous", "model.hf", "model.lora", "num
 def _words(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """The values of the first words, and the other arguments."""
     words: dict[str, str] = {}
-    others: list[str] = []
-    rest = iter(arguments)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        field = name.removeprefix("--").replace("-", "_")
-        if not name.startswith("--") or field not in _FIRST_WORDS:
-            others.append(word)
-            continue
-        if not equals and (value := next(rest, "--")).startswith("--"):
+    others, given = by_flag(arguments)
+    for name, values in given:
+        if field_of(name) not in _FIRST_WORDS:
+            others += [name, *values]
+        elif not values:
             raise UserError(f"{name} needs a value (diloco train --help)")
-        words[field] = value
+        else:
+            words[field_of(name)] = values[0]
+            others += values[1:]
     return words, others
 
 

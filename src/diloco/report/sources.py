@@ -29,8 +29,7 @@ class Sources:
 
     def __init__(self, sources: Sequence[str]) -> None:
         for source in sources:
-            if not _is_store(source):
-                expanded(source)  # refuse the home directory of nobody now
+            is_store(source)  # refuses the home directory of nobody now
         self._sources = sources
         self._runs: dict[Path, RunTail] = {}
         self._stores: dict[str, StoreTail] = {}
@@ -66,7 +65,7 @@ class Sources:
 
     def _find(self) -> None:
         self._num_left_out = 0
-        stores = [source for source in self._sources if _is_store(source)]
+        stores = [source for source in self._sources if is_store(source)]
         paths = [path for source in self._sources if source not in stores for path in self._run_paths(source)]
         self._stores = {url: self._stores.get(url) or StoreTail(url) for url in stores}
         self._runs = {path: self._runs.get(path) or RunTail(path) for path in paths}
@@ -90,12 +89,12 @@ class Sources:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is more to read than a look takes."""
+        """True if there is more to read than a look takes."""
         return any(one.is_behind for one in (*self.stores, *self.runs))
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is to come."""
+        """True if nothing more is to come."""
         finished = [one.status is not None and one.status.finished for one in self.stores]
         finished += [one.summary is not None for one in self.runs]
         return all(finished) and not self.is_behind
@@ -106,11 +105,3 @@ class Sources:
         sections = run_sections(self.runs, names, with_charts=with_charts)
         sections += [store_section(store, with_charts=with_charts) for store in self.stores]
         return Page(note=self.note, sections=sections)
-
-
-def _is_store(source: str) -> bool:
-    """True as `is_store` has it; False for a directory that can't be read."""
-    try:
-        return is_store(source)
-    except OSError:
-        return False

@@ -75,7 +75,7 @@ class StoreTail:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is more to read than a look takes."""
+        """True if there is more to read than a look takes."""
         return self._log is not None and self._log.is_behind and not self.trouble
 
     @property
