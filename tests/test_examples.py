@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -168,29 +169,16 @@ def run_snippets(snippets: list[str], ports: list[int], folder: str) -> list[str
 def test_the_snippets_of_frameworks_train_two_replicas(tmp_path):
     pytest.importorskip("trl")
     snippets = ["accelerate_loop.py", "transformers_trainer.py", "trl_sft.py"]
+    imports = ["trl.trainer.sft_trainer", "peft", "transformers.models.llama.modeling_llama"]
+    if find_spec("lightning"):
+        snippets.append("lightning_autoencoder.py")
+        imports.append("lightning")
     ports = [free_port() for _ in snippets]
-    hashes, others = run_replicas(
-        run_snippets,
-        2,
-        snippets,
-        ports,
-        str(tmp_path),
-        joined=False,
-        timeout_seconds=150,
-        imports=["trl.trainer.sft_trainer", "peft", "transformers.models.llama.modeling_llama"],
-    )
+    run = (run_snippets, 2, snippets, ports, str(tmp_path))
+    hashes, others = run_replicas(*run, joined=False, timeout_seconds=150, imports=imports)
     assert hashes == others and len(set(hashes)) == len(snippets)
     assert (tmp_path / "trained/replica-0/model.safetensors").exists()
     assert (tmp_path / "tuned/replica-1/adapter_model.safetensors").exists()
-
-
-@pytest.mark.slow
-def test_the_snippet_of_lightning_trains_two_replicas(tmp_path):
-    pytest.importorskip("lightning")
-    ports = [free_port()]
-    run = (run_snippets, 2, ["lightning_autoencoder.py"], ports, str(tmp_path))
-    first, second = run_replicas(*run, joined=False, timeout_seconds=150, imports=["lightning"])
-    assert first == second
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="nccl needs a GPU")

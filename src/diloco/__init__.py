@@ -27,4 +27,4 @@ def names_of_stub(module: str, file: str) -> tuple[list[str], Callable[[str], ob
     return [*modules], load, lambda: [*modules]
 
 
-__all__, __getattr__, __dir__ = names_of_stub(__name__, __file__)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__, __getattr__, __dir__ = names_of_stub(__name__, __file__)

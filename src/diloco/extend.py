@@ -5,4 +5,4 @@ They and their modules stand in `extend.pyi`, which type checkers read as well; 
 
 from diloco import names_of_stub
 
-__all__, __getattr__, __dir__ = names_of_stub(__name__, __file__)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__, __getattr__, __dir__ = names_of_stub(__name__, __file__)

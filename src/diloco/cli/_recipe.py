@@ -5,8 +5,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from diloco.cli._command import asks_for_help, parsed, unknown_choice
-from diloco.cli._flags import field_of, fields_of, our_name
+from diloco.cli._command import asks_for_help, field_of, fields_of, our_name, parsed, unknown_choice
 from diloco.errors import UserError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.models.hugging_face_config import HuggingFaceConfig

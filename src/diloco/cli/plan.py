@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from diloco.cli._command import call
-from diloco.cli._flags import changes, flags, spelled
+from diloco.cli._command import call, changes, flags, spelled
 from diloco.errors import UserError
 from diloco.report.terminal.tables import plan_json, plan_parts, remedy_sentence, show, store_sentence
 from diloco.simulator.description import ModelSize, Replica, replicas_of

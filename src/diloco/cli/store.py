@@ -72,6 +72,7 @@ def _status(url: tyro.conf.Positional[str], json: bool = False) -> None:
     """
     store = StoreTail(url, with_timeline=False)
     store.read()
+    assert store.status is not None, "the store was read"
     if json:
         print(json_module.dumps(dataclasses.asdict(store.status)))
     else:

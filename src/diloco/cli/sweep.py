@@ -8,8 +8,8 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from diloco.cli._command import spelled
 from diloco.cli._explain import hinted
-from diloco.cli._flags import spelled
 from diloco.cli._grid import grid_progress, machines_of
 from diloco.cli._recipe import parsed_recipe
 from diloco.data.prepare import resolve as resolve_data

@@ -11,9 +11,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from diloco.cli._command import asks_for_help, by_flag
+from diloco.cli._command import asks_for_help, by_flag, field_of, spelled
 from diloco.cli._explain import hinted
-from diloco.cli._flags import field_of, spelled
 from diloco.cli._recipe import changed, named_recipe
 from diloco.errors import UserError
 from diloco.training.config.config import TrainConfig, differences, with_value
