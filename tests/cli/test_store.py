@@ -29,7 +29,7 @@ def test_the_status_is_printed_as_a_table_or_as_json(run, capsys, monkeypatch) -
     facts = {" ".join(line[:2]): " ".join(line[2:]) for line in lines}
     assert facts["replicas active"] == "3 of 3" and facts["tokens counted"] == "1,140"
     assert facts["outer steps"] == "8" and facts["rounds by"] == "fragment 4 4"
-    assert "$ on S3" in facts["cost of"] and "$ on R2" in facts["looks, a"]
+    assert "$ on S3" in facts["cost so"] and "$ on R2" in facts["cost of"]
     assert [line[:3] for line in lines if "of 8" in " ".join(line)] == [
         [number, name, "active"] for number, name in ("2c", "1b", "0a")
     ]

@@ -5,6 +5,8 @@ steps, since the log has no clock.
 """
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 from diloco.errors import DilocoError
 from diloco.rendezvous.prices import PROVIDERS, Traffic, polling
@@ -107,27 +109,20 @@ def store_section(store: StoreTail, *, with_charts: bool = True) -> Section:
         title=store.url,
         standing=store.standing,
         notes=notes,
-        facts=_facts(status, timeline, _speeds(store, status)),
+        facts=_facts(status, timeline, _per_second(store, lambda status: status.tokens)),
         charts=_charts(timeline) if with_charts and timeline is not None and timeline.contributors else [],
-        table=_table(status, timeline, _speeds(store, status)),
+        table=_table(store, status, timeline),
     )
 
 
-def _speeds(store: StoreTail, status: RunStatus) -> dict[str, str]:
-    """Tokens/s, and inner steps/s by the numbers of the replicas, since an earlier look; nothing without one."""
-    before, seconds = store.before, store.seconds
-    if before is None or not seconds or status.finished:
-        return {}
-    steps = {str(one.number): one.steps for one in before.replicas}
-    speeds = {
-        number: f"{(one.steps - steps[number]) / seconds:.2f}"
-        for one in status.replicas
-        if (number := str(one.number)) in steps
-    }
-    return speeds | {"tokens": f"{(status.tokens - before.tokens) / seconds:,.0f}"}
+def _per_second(store: StoreTail, count: Callable[[RunStatus], int]) -> float | None:
+    """The growth of a count since an earlier look; None without one, and at the end of the run."""
+    if store.status is None or store.before is None or not store.seconds or store.status.finished:
+        return None
+    return (count(store.status) - count(store.before)) / store.seconds
 
 
-def _facts(status: RunStatus, timeline: Timeline | None, speeds: dict[str, str]) -> dict[str, str]:
+def _facts(status: RunStatus, timeline: Timeline | None, speed: float | None) -> dict[str, str]:
     """The progress of a store's run, by name."""
     rounds, traffic = status.rounds, status.traffic
     looks = polling(status.num_active, poll_seconds=_POLL_SECONDS, seconds=_DAY_SECONDS)
@@ -135,7 +130,7 @@ def _facts(status: RunStatus, timeline: Timeline | None, speeds: dict[str, str])
         "replicas active": f"{status.num_active} of {len(status.replicas)}",
         "outer steps": f"{status.outer_steps:,}",
         "tokens counted": f"{status.tokens:,}",
-        "tokens/s": speeds.get("tokens", ""),
+        "tokens/s": "" if speed is None else f"{speed:,.0f}",
         "contributors, lately": f"{status.contributors:.1f}",
     }
     if timeline is not None:
@@ -153,8 +148,8 @@ def _facts(status: RunStatus, timeline: Timeline | None, speeds: dict[str, str])
         "up, about": megabytes(traffic.bytes_up),
         "down, about": megabytes(traffic.bytes_down),
         "requests, about": f"{traffic.creates + traffic.gets:,.0f}",
-        "cost of these": _dollars(traffic),
-        "looks, a day": _dollars(looks),
+        "cost so far": _dollars(traffic),
+        "cost of looks, per day": _dollars(looks),
     }
     return {name: value for name, value in facts.items() if value}
 
@@ -163,11 +158,12 @@ def _dollars(traffic: Traffic) -> str:
     return ", ".join(f"{traffic.dollars(prices):,.2f} $ on {prices.name}" for prices in PROVIDERS)
 
 
-def _table(status: RunStatus, timeline: Timeline | None, speeds: dict[str, str]) -> Table:
+def _table(store: StoreTail, status: RunStatus, timeline: Timeline | None) -> Table:
     """A row for each of the last replicas, the active ones first."""
     shown = sorted(status.replicas, key=lambda one: (one.standing != "active", -one.number))[:_MOST_ROWS]
     rows = []
     for one in shown:
+        speed = _per_second(store, partial(_steps, one.number))
         cells = {"replica": f"{one.number} {one.name}", "": one.standing}
         if timeline is not None:
             life = timeline.lives[one.number]
@@ -177,13 +173,17 @@ def _table(status: RunStatus, timeline: Timeline | None, speeds: dict[str, str])
             "lately": f"{one.counted} of {status.last}",
             "tokens": f"{one.tokens:,}",
             "inner steps": f"{one.steps:,}",
-            "steps/s": speeds.get(str(one.number), "–"),
+            "steps/s": "–" if speed is None else f"{speed:.2f}",
             "slot": str(one.slot),
             "staleness": "–" if one.staleness is None else f"{one.staleness:.1f}",
             "lag": f"{one.lag:,}",
         }
         rows.append(cells)
     return Table(columns=list(rows[0]) if rows else [], rows=[list(cells.values()) for cells in rows])
+
+
+def _steps(number: int, status: RunStatus) -> int:
+    return sum(replica.steps for replica in status.replicas if replica.number == number)
 
 
 def _charts(timeline: Timeline) -> list[Chart]:

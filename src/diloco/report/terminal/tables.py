@@ -186,8 +186,8 @@ def plan_parts(
 ) -> Iterator[Table | str]:
     """A row for each setting, and the command of the first."""
     table = _table(
-        *("H", "τ", "layers a\nfragment", "wire", "combine", "compute\nutilization", "hours"),
-        *("TB sent a\nreplica", "peak\nGbit/s", "device memory,\nGiB", "with\noffload"),
+        *("H", "τ", "layers per\nfragment", "wire", "combine", "compute\nutilization", "hours"),
+        *("TB sent per\nreplica", "peak\nGbit/s", "device memory,\nGiB", "with\noffload"),
         names=0,
     )
     for plan in plans:
@@ -242,7 +242,7 @@ def remedy_sentence(task: Task, remedy: Remedy) -> str:
     sentence = (
         f"No setting reaches a compute utilization of {task.target:g} here. The closest is "
         f"{best.compute_utilization:.3g}, with H = {settings.sync_every}, τ = {settings.overlap_steps}, "
-        f"{settings.layers_per_fragment} layers a fragment, {best.wire}, {best.combine}. "
+        f"{settings.layers_per_fragment} layers per fragment, {best.wire}, {best.combine}. "
         + ("This would do: " if len(ways) == 1 else "Any of these would do: ")
         + "; ".join(ways)
         + "."
@@ -273,7 +273,7 @@ def wire_parts(measurements: "Sequence[WireMeasurement]") -> Iterator[Table | st
         for speed in measurements[0].speeds
         for name in ("encode", "decode and add")
     ]
-    table = _table("codec", "bits a value", "relative error", *speeds)
+    table = _table("codec", "bits per value", "relative error", *speeds)
     for measurement in measurements:
         cells = [measurement.wire, f"{measurement.bits_per_value:.3f}", f"{measurement.relative_error:.4f}"]
         for speed in measurement.speeds:
