@@ -73,8 +73,7 @@ _MOST_COLUMNS = 4
 
 def draw_panel(panel: "Panel", axes: "Axes") -> None:
     """Curves with the range over the seeds; where x is a name, unconnected points over the names."""
-    names = [p.x for points in panel.curves.values() for p in points if isinstance(p.x, str)]
-    ticks = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    ticks = {name: index for index, name in enumerate(panel.names)}
     shades = len(panel.curves) - 1 or 1
     for index, (label, points) in enumerate(panel.curves.items()):
         if not points:
@@ -91,18 +90,15 @@ def draw_panel(panel: "Panel", axes: "Axes") -> None:
             label=label,
         )
     if ticks:
-        axes.set_xticks(
-            list(ticks.values()), [str(name).replace("_", " ") for name in ticks], rotation=30, ha="right"
-        )
+        axes.set_xticks(list(ticks.values()), [name.replace("_", " ") for name in ticks], rotation=30, ha="right")
         axes.margins(x=0.15)
     if panel.x_log:
         _set_log_ticks(axes)
-    legend_title = panel.title if not panel.published and len(panel.curves) > 1 else None
-    axes.set_title(panel.title if legend_title is None else "", fontsize=9)
+    axes.set_title("" if panel.legend else panel.title, fontsize=9)
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
     axes.grid(visible=True, which="major", color="0.9")
     if any(panel.curves):
-        axes.legend(fontsize=8, frameon=False, title=legend_title, title_fontsize=8)
+        axes.legend(fontsize=8, frameon=False, title=panel.legend or None, title_fontsize=8)
 
 
 def _set_log_ticks(axes: "Axes") -> None:
