@@ -36,14 +36,14 @@ engine.attach(optimizer)
 
 # --8<-- [start:loop]
 data = torch.Generator().manual_seed(1 + dist.get_rank())
-for step in range(1, 201):
+for step in range(1, 101):
     # The task: at each place, predict the largest token of the sequence.
     tokens = torch.randint(0, 32, (16, 12), generator=data)
     loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.amax(1).repeat_interleave(12))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if step % 50 == 0 and dist.get_rank() == 0:
+    if step % 25 == 0 and dist.get_rank() == 0:
         print(f"step {step}: loss {loss.item():.3f}, {engine.bytes_sent:,} bytes sent")
 
 engine.finish()

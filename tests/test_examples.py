@@ -2,19 +2,22 @@
 
 import contextlib
 import io
+import itertools
+import multiprocessing
 import os
 import re
 import runpy
 import subprocess
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.ports import free_port
-from tests.processes import run_replicas
+from tests.processes import run_main, run_replicas
 
 from diloco.rendezvous.status import Look
 
@@ -74,20 +77,24 @@ def test_two_sites_of_two_processes_agree(tmp_path):
     assert replicas_agree("".join(outputs), num_processes=4)
 
 
+def run_sharded_then_whole(folder: str, ports: list[int]) -> list[str]:
+    """The outputs of the example with two processes a replica, and in the first two of four with one."""
+    rank = os.environ["DILOCO_REPLICA"]
+    outputs = [run_example(folder, ports[0], 4, "sharded_replicas.py")]
+    if int(rank) < 2:
+        os.environ["DILOCO_REPLICA"] = rank
+        flags = ("--num-shards", "1", "--resume")
+        outputs.append(run_example(folder, ports[1], 2, "sharded_replicas.py", *flags))
+    return outputs
+
+
 @pytest.mark.slow
 def test_sharded_replicas_go_on_unsharded(tmp_path):
     pytest.importorskip("transformers")
-
-    def run(num_processes: int, *flags: str) -> str:
-        arguments = (str(tmp_path), free_port(), num_processes, "sharded_replicas.py", *flags)
-        options = {
-            "joined": False,
-            "timeout_seconds": 150,
-            "imports": ["transformers.models.llama.modeling_llama"],
-        }
-        return "".join(run_replicas(run_example, num_processes, *arguments, **options))
-
-    output, resumed = run(4), run(2, "--num-shards", "1", "--resume")
+    arguments = (run_sharded_then_whole, 4, str(tmp_path), [free_port(), free_port()])
+    imports = ["transformers.models.llama.modeling_llama"]
+    results = run_replicas(*arguments, joined=False, timeout_seconds=150, imports=imports)
+    output, resumed = ("".join(outputs) for outputs in itertools.zip_longest(*results, fillvalue=""))
     assert replicas_agree(output, num_processes=4) and replicas_agree(resumed, num_processes=2)
     (first, *_, last), (again, end) = losses(output), losses(resumed)
     assert last < 1 < first and again < first
@@ -109,10 +116,17 @@ def test_an_extension_of_ones_own_learns(example, capsys):
     assert last < first / 10
 
 
+def run_directory_transport() -> None:
+    """Run the example, whose replicas are forked here, since a spawned one would import torch anew."""
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda _: fork
+    runpy.run_path(str(EXAMPLES / "directory_transport.py"), run_name="__main__")
+
+
 @pytest.mark.slow
 def test_replicas_agree_through_a_directory(tmp_path):
-    command = [sys.executable, str(EXAMPLES / "directory_transport.py")]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
+    process = run_main(run_directory_transport, folder=tmp_path, timeout_seconds=150)
+    assert process.returncode == 0, process.stderr
     assert replicas_agree(process.stdout, num_processes=2)
 
 
@@ -155,29 +169,16 @@ def run_snippets(snippets: list[str], ports: list[int], folder: str) -> list[str
 def test_the_snippets_of_frameworks_train_two_replicas(tmp_path):
     pytest.importorskip("trl")
     snippets = ["accelerate_loop.py", "transformers_trainer.py", "trl_sft.py"]
+    imports = ["trl.trainer.sft_trainer", "peft", "transformers.models.llama.modeling_llama"]
+    if find_spec("lightning"):
+        snippets.append("lightning_autoencoder.py")
+        imports.append("lightning")
     ports = [free_port() for _ in snippets]
-    hashes, others = run_replicas(
-        run_snippets,
-        2,
-        snippets,
-        ports,
-        str(tmp_path),
-        joined=False,
-        timeout_seconds=150,
-        imports=["trl.trainer.sft_trainer", "peft", "transformers.models.llama.modeling_llama"],
-    )
+    run = (run_snippets, 2, snippets, ports, str(tmp_path))
+    hashes, others = run_replicas(*run, joined=False, timeout_seconds=150, imports=imports)
     assert hashes == others and len(set(hashes)) == len(snippets)
     assert (tmp_path / "trained/replica-0/model.safetensors").exists()
     assert (tmp_path / "tuned/replica-1/adapter_model.safetensors").exists()
-
-
-@pytest.mark.slow
-def test_the_snippet_of_lightning_trains_two_replicas(tmp_path):
-    pytest.importorskip("lightning")
-    ports = [free_port()]
-    run = (run_snippets, 2, ["lightning_autoencoder.py"], ports, str(tmp_path))
-    first, second = run_replicas(*run, joined=False, timeout_seconds=150, imports=["lightning"])
-    assert first == second
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="nccl needs a GPU")

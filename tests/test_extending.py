@@ -29,12 +29,11 @@ diloco train tiny --config gated.toml --num-replicas 2 --diloco.wire nf4 --optim
 --num-tokens 10240 --name one --evaluation.num-tokens 512 --data.train TEXT --data.held-out-fraction 0.1
 diloco hash runs/one
 diloco experiment outer_momentum --commands
-diloco bench wire --wires nf4 --values 65536
+diloco bench wire --wires nf4 --values 65536 --gradient runs/one/outer.safetensors
 """
-FRESH = "diloco eval runs/one"
-"""A command that knows the family from the run's config alone."""
-LOOP = """
+AFTERWARDS = """
 import torch, diloco
+from diloco.cli.main import main
 from diloco.outer.merge import Bounded
 from diloco.outer.signum import Signum
 
@@ -51,14 +50,9 @@ engine.step()
 torch.testing.assert_close(engine.outer_parameters()["weight"], before + 0.1)
 torch.testing.assert_close(model.weight.detach(), before + 1 - 0.01)
 assert engine.blocked_seconds > 0.1
+main(["eval", "runs/one"])
 """
-"""One inner step, with the rules and the transport."""
-
-
-def diloco(folder: Path, *commands: str) -> str:
-    """The output of commands, one after another in a process that has the changed source code."""
-    words = [shlex.split(command)[1:] for command in commands]
-    return python(folder, f"from diloco.cli.main import main\nfor words in {words!r}: main(words)")
+"""One inner step, with the rules and the transport; and a command that knows the family from the config alone."""
 
 
 def python(folder: Path, code: str) -> str:
@@ -90,11 +84,13 @@ def test_the_diffs_of_the_page_add_what_it_says(tmp_path, small_corpus):
         subprocess.run(["git", "apply", str(SNIPPETS / f"{name}.diff")], cwd=tmp_path, check=True, timeout=30)
     (toml,) = re.findall(r"```toml\n(\[model\].*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
     (tmp_path / "gated.toml").write_text(toml)
-    output = diloco(tmp_path, *COMMANDS.replace("TEXT", shlex.quote(str(small_corpus))).splitlines())
+    words = [
+        shlex.split(line)[1:] for line in COMMANDS.replace("TEXT", shlex.quote(str(small_corpus))).splitlines()
+    ]
+    output = python(tmp_path, f"from diloco.cli.main import main\nfor words in {words!r}: main(words)")
     assert "nf4" in output and "momentum" in output
     summary = (tmp_path / "runs" / "one" / "summary.json").read_text()
     (digest,) = (line for line in output.splitlines() if len(line) == 64 and line in summary)
     assert digest
     assert json.loads((tmp_path / "runs" / "one" / "config.json").read_text())["optimizer"]["clip_value"] == 0.1
-    assert "held-out loss" in diloco(tmp_path, FRESH)
-    python(tmp_path, LOOP)
+    assert "held-out loss" in python(tmp_path, AFTERWARDS)

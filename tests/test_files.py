@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from tests.processes import run_main
 
+from diloco.cli.main import main
 from diloco.errors import FileWriteError, UserError, exit_code_of
 from diloco.files import copy, make_directory, sha256, write_atomically, write_json, writing
 
@@ -88,10 +90,8 @@ def test_an_error_that_names_its_file_is_left_as_it_is():
 
 @pytest.mark.slow
 def test_an_export_to_a_full_disk_ends_in_one_sentence(finished_run, full_disk):
-    command = [sys.executable, "-m", "diloco", "export", str(finished_run), "--to", "hf"]
-    process = subprocess.run(
-        [*command, "--output", str(full_disk / "out")], capture_output=True, text=True, timeout=120
-    )
+    command = ["export", str(finished_run), "--to", "hf", "--output", str(full_disk / "out")]
+    process = run_main(main, command, folder=full_disk.parent, timeout_seconds=120)
     assert process.returncode == 1, process.stderr
     assert "Traceback" not in process.stderr
     assert "model.safetensors: no space left on device (needs " in process.stderr

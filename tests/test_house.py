@@ -186,10 +186,14 @@ def test_variables_are_named_for_what_they_hold():
     wrong = []
     for path in all_files():
         for node in ast.walk(tree(path)):
-            is_set = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)
-            name = node.arg if isinstance(node, ast.arg) else ast.unparse(node) if is_set else ""
-            if name.split(".")[-1].strip("_") in RIDDLES:
-                wrong.append(f"{path.relative_to(ROOT).as_posix()}:{getattr(node, 'lineno', 0)} {name}")
+            match node:
+                case (
+                    ast.arg(arg=name)
+                    | ast.Name(id=name, ctx=ast.Store())
+                    | ast.Attribute(attr=name, ctx=ast.Store())
+                ):
+                    if name.strip("_") in RIDDLES:
+                        wrong.append(f"{path.relative_to(ROOT).as_posix()}:{node.lineno} {name}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -230,12 +234,6 @@ def test_modules_that_plan_and_simulate_import_no_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_importing_the_package_warns_of_nothing():
-    command = [sys.executable, "-W", "error", "-c", "import diloco"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-
-
 MODULES_THAT_RUN_CODE = ("cloudpickle", "dill", "marshal", "pickle", "shelve")
 CALLS_THAT_RUN_CODE = (
     *("all_gather_object", "broadcast_object_list", "gather_object"),
@@ -258,9 +256,11 @@ def test_ruff_refuses_what_runs_the_code_of_others():
 
 
 def test_torch_loads_nothing_but_weights():
-    for room in ("src", "benchmarks", "examples", "docs"):
-        for path in (ROOT / room).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
-                    given = [ast.unparse(keyword) for keyword in node.keywords]
+    for path in all_files():
+        if path.is_relative_to(ROOT / "tests"):
+            continue
+        for node in ast.walk(tree(path)):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load"), keywords=keywords):
+                    given = [ast.unparse(keyword) for keyword in keywords]
                     assert "weights_only=True" in given, f"{path}, line {node.lineno}"

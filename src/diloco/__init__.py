@@ -5,32 +5,26 @@ its module when it is first used, so that importing `diloco`, or its schedule, c
 """
 
 import ast
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 
-def modules_of(file: str) -> dict[str, str]:
-    """The modules of the names that the stub beside a file exports."""
-    return {
+def names_of_stub(module: str, file: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
+    """The `__all__`, `__getattr__` and `__dir__` of a module: the names that the stub beside its file imports."""
+    modules = {
         name.name: statement.module
         for statement in ast.parse(Path(file).with_suffix(".pyi").read_text()).body
         if isinstance(statement, ast.ImportFrom) and statement.module
         for name in statement.names
     }
 
+    def load(name: str) -> object:
+        if name not in modules:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(import_module(modules[name]), name)
 
-_MODULES = modules_of(__file__)
-
-__all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll] - type checkers read the stub
-
-
-def __getattr__(name: str) -> object:
-    """Load a public name from its module."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'diloco' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    return [*modules], load, lambda: [*modules]
 
 
-def __dir__() -> list[str]:
-    """The public names."""
-    return __all__
+__all__, __getattr__, __dir__ = names_of_stub(__name__, __file__)

@@ -4,8 +4,6 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 
 class DilocoError(Exception):
@@ -45,11 +43,8 @@ class UserError(DilocoError, ValueError):
     exit_code = 2
 
     def __init__(self, message: str, *fields: str) -> None:
-        super().__init__(message, *fields)
+        super().__init__(message)
         self.fields = fields
-
-    def __str__(self) -> str:
-        return self.args[0]
 
     @property
     def field(self) -> str | None:
@@ -131,12 +126,9 @@ class ExchangeError(DilocoError, RuntimeError):
     """
 
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
-        super().__init__(message, missing)
+        super().__init__(message)
         self.missing = missing
         """The replicas whose payload is missing."""
-
-    def __str__(self) -> str:
-        return self.args[0]
 
 
 class ReplicaFailedError(DilocoError):
@@ -148,14 +140,10 @@ class ReplicaFailedError(DilocoError):
         fields: the settings in the message.
     """
 
-    def __init__(self, message: str, *, exit_code: int, fields: tuple[str, ...] = ()) -> None:
+    def __init__(self, message: str, *, exit_code: int = 1, fields: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.exit_code = exit_code
         self.fields = fields
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Travel between processes with everything."""
-        return partial(ReplicaFailedError, exit_code=self.exit_code, fields=self.fields), (str(self),)
 
 
 def exit_code_of(error: BaseException) -> int | None:

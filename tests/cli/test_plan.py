@@ -1,9 +1,8 @@
 import json
 import re
-import subprocess
-import sys
 
 import pytest
+from tests.processes import run_main
 
 from diloco.cli.main import main
 
@@ -65,11 +64,11 @@ def test_a_plan_says_what_a_bucket_costs(capsys):
 
 
 @pytest.mark.slow
-def test_a_plan_measures_this_machine_on_request():
+def test_a_plan_measures_this_machine_on_request(tmp_path):
     flags = ["--global-batch", "16", "--diloco.outer-learning-rate", "0.7", "--log-layer-cosine"]
     flags += ["--shards-per-replica", "2"]
-    command = [sys.executable, "-m", "diloco", "plan", "--measure", "tiny", "--target", "0.2", *flags]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    command = ["plan", "--measure", "tiny", "--target", "0.2", *flags]
+    process = run_main(main, command, folder=tmp_path, timeout_seconds=200)
     assert process.returncode == 0, process.stderr
     assert "replica 1: " in process.stdout and " Gbit/s, latency " in process.stdout
     last = process.stdout.rstrip().splitlines()[-1]

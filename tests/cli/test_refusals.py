@@ -1,11 +1,19 @@
 """Command lines that can't work: each ends in one sentence that names the flag at fault, and writes nothing."""
 
+import html
+import os
+import re
+import shlex
 import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cli.commands import refusal
+from tests.processes import run_main
 from tests.rendezvous.handwritten import Handwritten
 
+from diloco.cli.main import main
 from diloco.rendezvous.log.keys import write_key
 
 WORDS = {
@@ -16,25 +24,40 @@ WORDS = {
     "TEXT": "--data.train text.jsonl --data.held-out-fraction 0.1",
 }
 REFUSALS = """
-trian                                              => there is no command 'trian': did you mean train?
 --versoin                                          => unknown flag --versoin: the command comes first
 bench                                              => diloco bench needs one of wire
 eval                                               => diloco eval needs RUN
 train --seed 3                                     => diloco train --seed: name one of laptop, tiny, 35m
 simulate published --json                          => unknown flag --json (diloco simulate published --help
-train tiny --learning-rate 1                       => unknown flag --learning-rate: did you mean --optimizer
 train tiny --max-steps 9                           => unknown flag --max-steps: did you mean --num-tokens?
+train tiny --training.steps 9                      => unknown flag --training.steps: did you mean --num-tokens?
+train tiny --per_device_train_batch_size 4         => did you mean --micro-batch?
+train gpt2                                         => diloco train has no 'gpt2': choose one of laptop, tiny, 35m
+train tiny --device gpu                            => --device takes one of 'auto', 'cpu', 'cuda', not 'gpu'
+simulate bandwith                                  => diloco simulate has no 'bandwith': did you mean bandwidth?
+generate run Hello                                 => 'Hello' is not expected here: a value stands after its flag
+generate run --max_new_tokens 9                    => unknown flag --max_new_tokens: did you mean --max-tokens?
+export run --to gguf --output new                  => --to takes one of 'safetensors', 'hf', not 'gguf'
+export run --to hf                                 => diloco export needs --output
+plan --num-params 1e9                              => diloco plan needs --num-layers
+plan --num-params 1B --num-layers 24               => --num-params takes a number, not '1B'
+simulate bandwidth SIZE                            => diloco simulate bandwidth needs --method
 train tiny --optimizer.beta1 x                     => --optimizer.beta1 takes a number, not 'x'
 train tiny --diloco.overlap-steps x                => --diloco.overlap-steps takes a whole number, not 'x'
 train tiny --seed                                  => --seed needs a value
 
 train tiny --num-tokens 7                          => than half a step of --global-batch·--sequence-length=512
 train tiny TEXT --diloco.freeze --diloco.fragments whole => --diloco.freeze
+train tiny --data.train short.txt --data.held-out-fraction 0.5 => holds 5 tokens, and a sequence of --seq
+train tiny --data.train text.jsonl --data.held-out short.txt => the held-out text holds 8 tokens, and a
+train tiny --data.train text.jsonl --data.held-out-fraction 0.9999 => 0.9999 leaves nothing to train on
+train tiny --data.train text.jsonl --data.tokenizer short.txt => --data.tokenizer=short.txt is neither bytes
+train tiny --method data_parallel --diloco.sync-every 20 => --diloco.sync-every means nothing to data_parallel
+train tiny --diloco.wire int8:blok=128             => --diloco.wire=int8:blok=128: 'blok=128' is not an option
 train tiny --model.num-heads 3                     => --model.width=32 must be a multiple of twice --model.num-h
 sweep tiny --optimizer.learning-rate nan           => --optimizer.learning-rate must be above 0 and finite
 plan --measure tiny --evaluation.num-tokens 0      => --evaluation.num-tokens must be at least 1, not 0
 sweep tiny --num-replicas 3                        => --global-batch=8 must be a multiple of --num-replicas=3
-train tiny --num-tokens 1MB                        => --num-tokens=1MB is no number of tokens
 train tiny --num-tokens 1M --epochs 2              => --num-tokens=1M and --epochs=2 are two budgets
 train tiny --num-tokens                            => --num-tokens needs a value
 train tiny --epochs two                            => --epochs takes a number, not 'two'
@@ -65,7 +88,6 @@ store check . --racers 1                           => --racers=1 must be at leas
 store check . --rounds 0                           => --rounds=0 must be at least 1
 store status nowhere                               => nowhere holds no run: log/0000000000 is missing
 store verify nowhere                               => nowhere holds no run: log/0000000000 is missing
-store status x --every-seconds 1e9                 => --every-seconds=1000000000.0 must be above 0 and at
 keys allow .                                       => name at least one public key
 keys allow . abc                                   => 'abc' is no public key of 64 hexadecimal digits
 keys allow . KEY                                   => holds no run
@@ -85,6 +107,8 @@ plan --measure tiny --method diloco                => --method=diloco: the plan 
 plan --measure tiny --num-tokens 5120              => --num-tokens=5120, --global-batch=8, --sequence-length=64
 experiment freezing --commands --tabulate          => --commands prints what to run, and --tabulate
 experiment freezing --tabulate                     => no run of freezing is over in
+experiment freezing --corpus missing.txt           => source 'missing.txt' matches no file
+experiment                                         => name an experiment, or all: scaling, overtraining
 sweep tiny --axis learning_rate=high               => --axis 'learning_rate=high' is not of the form NAME=NUMBER
 sweep tiny --axis seed=0 --axis seed=1             => --axis seed is given twice
 sweep tiny TEXT --axis seed=0 --then outer_mixing=0 => --then 'outer_mixing' is unknown: choose
@@ -141,12 +165,16 @@ chat RUN --max-tokens 0                            => --max-tokens=0 must be at 
 eval RUN --data nowhere.jsonl                      => nowhere.jsonl can't be read: No such file
 """
 OF_A_STORE = """
-store status RUN --every-seconds 0                 => --every-seconds=0.0 must be above 0
 store verify RUN --initial nowhere                 => --initial=nowhere can't be read as safetensors
 eval RUN                                           => the run is a program's own, and does not describe its model
 eval RUN --parameters average                      => the run is a program's own
 export RUN --to hf --output x                      => the run is a program's own
 """
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "mistakes.md"
+TRAINED = ("--name hot", "--rendezvous store")
+"""Words of the mistakes of the page that come to light in a process that trains."""
 
 
 def rows(table: str) -> list[list[str]]:
@@ -156,16 +184,63 @@ def rows(table: str) -> list[list[str]]:
     return [[part.strip() for part in line.split(" => ")] for line in dict.fromkeys(lines)]
 
 
+def rows_of_the_page() -> list[Any]:
+    """The typed line and the whole sentence of each mistake that the documentation shows."""
+    cells = r"^\| `(.*?)`(?:<br>[^|]*)? \| (?:`(.*?)`|<code>(.*?)</code>) \|$"
+    return [
+        pytest.param(
+            *(typed, plain or html.unescape(escaped)),
+            marks=[pytest.mark.slow] * any(words in typed for words in TRAINED),
+        )
+        for typed, plain, escaped in re.findall(cells, PAGE.read_text(), re.MULTILINE)
+    ]
+
+
+def write_files(folder: Path, corpus: Path) -> None:
+    """Write a text as it should be, and files whose names say what is wrong with them."""
+    shutil.copy(corpus, folder / "text.jsonl")
+    (folder / "short.txt").write_text("Hello.\n")
+    (folder / "chats.jsonl").write_text('{"content": "Hello."}\n')
+    (folder / "typo.toml").write_text('recipe = "tiny"\n[diloco]\nsync_evry = 10\n')
+    write_key(folder / "key")
+
+
 @pytest.mark.parametrize(("command", "words"), rows(REFUSALS))
 def test_a_mistake_is_one_sentence(command, words, small_corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DILOCO_KEY", "key")
-    write_key(tmp_path / "key")
-    shutil.copy(small_corpus, "text.jsonl")
+    write_files(tmp_path, small_corpus)
+    before = {path.name for path in tmp_path.iterdir()}
     for name, text in WORDS.items():
         command = command.replace(name, text)
     assert words in refusal(capsys, *command.split())
-    assert {path.name for path in tmp_path.iterdir()} <= {"key", "text.jsonl", "data"}
+    assert {path.name for path in tmp_path.iterdir()} <= before | {"data"}
+
+
+@pytest.mark.parametrize(("typed", "sentence"), rows_of_the_page())
+def test_a_mistake_of_the_page_ends_with_its_sentence(
+    typed, sentence, finished_run, small_corpus, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    write_files(tmp_path, small_corpus)
+    shutil.copytree(finished_run, tmp_path / "runs" / "first", ignore=shutil.ignore_patterns("checkpoints"))
+    words = shlex.split(typed.removeprefix("CUDA_VISIBLE_DEVICES= "))[1:]
+    if not any(one in typed for one in TRAINED):
+        assert refusal(capsys, *words) == sentence
+        return
+    if "--rendezvous" in words:
+        flags = ["--num-tokens", "10240", "--rendezvous", "store", "--name", "a"]
+        first = run_main(main, [*words[:4], *flags], folder=tmp_path, timeout_seconds=100)
+        assert first.returncode == 0, first.stderr
+    process = run_main(main, words, folder=tmp_path, timeout_seconds=100)
+    assert (process.returncode, process.stderr) == (2, f"diloco: {sentence}\n")
+
+
+def test_the_page_shows_twenty():
+    assert len(rows_of_the_page()) == 20
 
 
 @pytest.mark.parametrize(("command", "words"), rows(OF_A_RUN))

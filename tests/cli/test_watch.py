@@ -27,7 +27,8 @@ def test_finished_runs_are_shown_once_beside_a_store(finished_run, tmp_path, cap
     run.append(Leave(finished=True), author=0)
     main(["watch", str(finished_run), str(run.directory)])
     printed = capsys.readouterr().out
-    assert "120 of 120" in printed and re.search("of [0-9] replicas active, finished", printed)
+    assert "120 of 120" in printed and f"{run.directory}: finished" in printed
+    assert re.search("replicas active +1 of 2", printed)
 
 
 def test_several_runs_are_a_table_of_the_facts_of_each(finished_run, tmp_path, capsys, monkeypatch):
@@ -35,13 +36,32 @@ def test_several_runs_are_a_table_of_the_facts_of_each(finished_run, tmp_path, c
     for name in ("one", "two"):
         shutil.copytree(finished_run, tmp_path / name, ignore=shutil.ignore_patterns("checkpoints"))
     main(["watch", str(tmp_path)])
-    rows = capsys.readouterr().out.splitlines()[1:]
+    rows = [line for line in capsys.readouterr().out.splitlines() if "finished" in line]
     run = RunTail(finished_run)
     run.read()
     facts = run_facts(run)
     for row, name in zip(rows, ("one", "two"), strict=True):
         assert row.split()[:2] == [name, "finished"]
         assert all(facts[fact] in row for fact in ("step", LOSS, "held-out loss", "tokens/s", "sent per replica"))
+
+
+def test_a_store_is_shown_with_speeds_until_its_run_ends(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    run = Handwritten(tmp_path / "store")
+    run.train(1)
+    looks = iter(
+        [
+            lambda: run.step(0, [run.send(0, replica) for replica in range(2)]),
+            lambda: run.append(Leave(finished=True), author=0),
+        ]
+    )
+    monkeypatch.setattr("time.sleep", lambda _: next(looks)())
+    main(["watch", str(run.directory)])
+    first, second, third = capsys.readouterr().out.split(f"{run.directory}: ")[1:]
+    assert [text.split()[0] for text in (first, second, third)] == ["running", "running", "finished"]
+    assert ["tokens/s" in text for text in (first, second, third)] == [False, True, False]
+    (speed,) = re.findall(r"0 a +active .* ([\d.]+) +0 +[\d.]+ +\d+ *\n", second)
+    assert float(speed) > 0
 
 
 def test_a_store_that_is_damaged_is_trouble_in_the_terminal_and_refused_by_the_report(tmp_path, capsys):

@@ -21,6 +21,7 @@ from diloco.report.figures.laws import (
     difference_to_data_parallel,
     draw_laws,
     loss_over_batch,
+    loss_over_outer_learning_rate,
     loss_over_params,
 )
 from diloco.report.figures.simulator import (
@@ -125,7 +126,9 @@ def test_figures_are_those_that_the_table_has_the_columns_for(tmp_path):
     bare = [Point(n, m, 2.0 + m - n / 1e7) for n in (1e6, 2e6) for m in (1, 2)]
     assert names(bare) == ["loss_over_params"]
     assert names(None) == ["loss_over_params", "difference_to_data_parallel"]
-    assert {path.stem for path in draw_laws(Laws(sweep()), tmp_path)} == set(OF_LAWS)
+    assert names(sweep()) == list(OF_LAWS)
+    assert {path.stem for path in draw_laws(Laws(), tmp_path)} == {*names(None)}
+    assert all(axes.get_lines() for axes in loss_over_outer_learning_rate(Laws(sweep())).axes)
 
 
 @pytest.mark.parametrize("name", SIMULATED)

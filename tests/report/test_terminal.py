@@ -11,7 +11,7 @@ from tests.simulator.cases import task, with_replicas
 from tests.training.test_metrics import metrics
 
 from diloco.data.config import DataConfig
-from diloco.report.terminal.tables import print_remedy
+from diloco.report.terminal.tables import remedy_sentence
 from diloco.report.terminal.training import TrainingProgress, change_lines, forecast_lines, start_lines
 from diloco.simulator.planner import Task, feasible, remedy
 from diloco.training.config.forecast import forecast
@@ -110,9 +110,7 @@ def test_a_replica_says_which_run_it_has_joined(tmp_path):
 
 def printed(wanted: Task) -> tuple[str, dict[str, float]]:
     """The sentence about an infeasible target, and its numbers as printed."""
-    console = Console(width=10_000, file=io.StringIO())
-    print_remedy(wanted, remedy(wanted), console)
-    sentence = console.file.getvalue()
+    sentence = remedy_sentence(wanted, remedy(wanted))
     patterns = {
         "gbit_s": "links of ([^ ]+) G",
         "latency_seconds": "latency of ([^ ]+) s on every link",

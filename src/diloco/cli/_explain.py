@@ -46,7 +46,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _nobody_reads() -> bool:
-    """Whether standard output is a pipe whose reader has closed it."""
+    """True if standard output is a pipe whose reader has closed it."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

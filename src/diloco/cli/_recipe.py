@@ -5,8 +5,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from diloco.cli._command import asks_for_help, parsed, unknown_choice
-from diloco.cli._flags import fields_of, our_name
+from diloco.cli._command import asks_for_help, field_of, fields_of, our_name, parsed, unknown_choice
 from diloco.errors import UserError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.models.hugging_face_config import HuggingFaceConfig
@@ -60,7 +59,7 @@ def _check_model_flags(config: TrainConfig, flags: Sequence[str]) -> None:
     own = {f"model.{field}" for field in fields_of(DecoderConfig)}
     for word in flags:
         name = word.partition("=")[0]
-        if name.startswith("--") and our_name(name.lstrip("-").replace("-", "_")) in own:
+        if name.startswith("--") and our_name(field_of(name)) in own:
             raise UserError(
                 f"{name} with --model.hf: the size of {config.model.hf} is the one in its own config: leave "
                 f"{name} out"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.cli._source import source
 from diloco.errors import UserError
 from diloco.training.config.config import Parameters
 
@@ -42,7 +41,7 @@ class Writing:
         from diloco.training.records.finished import load_writer
 
         return load_writer(
-            source(run),
+            run,
             parameters=self.parameters,
             prepared=self.prepared,
             temperature=self.temperature,

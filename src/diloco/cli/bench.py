@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from rich.console import Console
 
 from diloco.cli._command import choose
 from diloco.errors import UserError, setting
-from diloco.report.terminal.tables import print_wire, wire_json
+from diloco.report.terminal.tables import show, wire_json, wire_parts
 from diloco.training.measure import demo_gradient, load_gradient, measure_wire
 from diloco.wire import CODECS, codec
 
@@ -45,8 +44,8 @@ def _wire(
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda, but torch finds no GPU here: set device=cpu", "device")
     gradient_N = load_gradient(gradient) if gradient is not None else demo_gradient()
-    measured = measure_wire(wires or tuple(CODECS), gradient_N=gradient_N, num_values=values, device=device)
+    measured = [*measure_wire(wires or tuple(CODECS), gradient_N=gradient_N, num_values=values, device=device)]
     if json:
         print(wire_json(measured))
     else:
-        print_wire(measured, Console())
+        show(wire_parts(measured))

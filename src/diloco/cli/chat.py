@@ -7,8 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from diloco.cli._command import call
-from diloco.cli._source import Run
+from diloco.cli._command import Run, call
 from diloco.cli._writing import Writing, as_utf8, read_text, show
 
 HELP = "talk to a run's model: diloco chat RUN"

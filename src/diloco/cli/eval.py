@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco.cli._command import call
-from diloco.cli._source import Run, source
+from diloco.cli._command import Run, call
 from diloco.errors import UserError
 from diloco.training.config.config import Parameters
 
@@ -57,7 +56,7 @@ def _evaluate(
     from diloco.training.records.finished import evaluate_run
 
     options = {"tasks": files, "limit": limit, "prepared": prepared}
-    result = evaluate_run(source(run), parameters=parameters, at_step=at_step, **options)
+    result = evaluate_run(run, parameters=parameters, at_step=at_step, **options)
     if json:
         print(writer.dumps(result))
     else:

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from diloco.cli._command import call
+from diloco.cli._command import call, changes
 from diloco.cli._explain import hinted
-from diloco.cli._flags import changes
 from diloco.cli._grid import grid_progress, machines_of
 from diloco.errors import UserError
 from diloco.evaluation.questions import read_questions

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from diloco.cli._command import call
-from diloco.cli._source import Run, source
+from diloco.cli._command import Run, call
 from diloco.hub import check_online, push
 from diloco.training.records.export import Format, export_run
 
@@ -36,7 +35,7 @@ def _export(
     """
     if push_to_hub is not None:
         check_online("push_to_hub", push_to_hub)
-    export_run(source(run), to, output, prepared=prepared, merged=merged)
+    export_run(run, to, output, prepared=prepared, merged=merged)
     print(output)
     if push_to_hub is not None:
         print(push(output, push_to_hub))

@@ -4,8 +4,7 @@ from typing import Annotated
 
 import tyro
 
-from diloco.cli._command import call
-from diloco.cli._source import Run
+from diloco.cli._command import Run, call
 from diloco.cli._writing import Writing, read_text, show
 
 HELP = "text of a run's model: diloco generate RUN [--prompt TEXT] [--max-tokens N]"

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from diloco.cli._command import call
-from diloco.cli._flags import changes, flags, spelled
+from diloco.cli._command import call, changes, flags, spelled
 from diloco.errors import UserError
-from diloco.report.terminal.tables import plan_json, print_plans, print_remedy, print_store, wide_console
+from diloco.report.terminal.tables import plan_json, plan_parts, remedy_sentence, show, store_sentence
 from diloco.simulator.description import ModelSize, Replica, replicas_of
 from diloco.simulator.planner import MIN_STEPS, Plan, Task, feasible, remedy
 
@@ -74,7 +73,7 @@ def _plan_described(
     task = Task(size=size, replicas=replicas, num_steps=num_steps, target=target)
     _answer(task, command="diloco train RECIPE", json=json)
     if store and not json and (plans := feasible(task)):
-        print_store(plans, wide_console())
+        show([store_sentence(plans[0])])
 
 
 def _check_length(num_steps: int, **settings: float) -> None:
@@ -174,9 +173,9 @@ def _answer(task: Task, *, command: str, json: bool) -> None:
     if json:
         print(plan_json(task, plans, help_, command=command, flags=_flags))
     elif help_ is None:
-        print_plans(task, plans, wide_console(), command=command, flags=_flags)
+        show(plan_parts(task, plans, command=command, flags=_flags))
     else:
-        print_remedy(task, help_, wide_console())
+        show([remedy_sentence(task, help_)])
 
 
 def _flags(plan: Plan) -> str:

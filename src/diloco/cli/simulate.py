@@ -14,12 +14,12 @@ from diloco.cli._command import choose
 from diloco.errors import UserError
 from diloco.report.terminal.tables import (
     bandwidth_json,
-    print_bandwidth,
-    print_published,
-    print_wall_clock,
+    bandwidth_table,
+    hours_table,
+    published,
+    show,
     utilization_json,
     wall_clock_json,
-    wide_console,
 )
 from diloco.simulator.bandwidth import GBIT_S, needed_gbit_s
 from diloco.simulator.description import MethodSettings, ModelSize, Stragglers, replicas_of
@@ -171,7 +171,7 @@ def _bandwidth(
     if json:
         print(bandwidth_json(needed))
     else:
-        print_bandwidth(needed, wide_console())
+        show([bandwidth_table(needed)])
     _print_rounded_period(run)
 
 
@@ -241,7 +241,7 @@ def _step_seconds(
 
 def _published() -> None:
     """The papers' tables of bandwidth and wall-clock, each cell beside that of the preset paper."""
-    print_published(wide_console())
+    show(published())
 
 
 _PICTURED = SimulatedRun(
@@ -319,7 +319,7 @@ def _wall_clock(run: Annotated[IdealizedRun, tyro.conf.arg(name="")], json: bool
     if json:
         print(wall_clock_json(run))
     else:
-        print_wall_clock(run, wide_console())
+        show([hours_table(run)])
 
 
 _COMMANDS = {

@@ -3,13 +3,11 @@
 import asyncio
 import dataclasses
 import json as json_module
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import tyro
 from rich.console import Console
-from rich.live import Live
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -19,8 +17,8 @@ from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.check import StoreCheck, check_store
 from diloco.rendezvous.log.log import open_run
 from diloco.rendezvous.replay import Initial, Replay
-from diloco.rendezvous.status import Look
-from diloco.report.terminal.watching import store_view
+from diloco.report.stores import StoreTail, store_section
+from diloco.report.terminal.watching import section_view
 from diloco.training.records.store_runs import initial_parameters
 
 HELP = "the store of replicas that come and go: diloco store check | status | verify URL"
@@ -59,35 +57,22 @@ def _print(checked: StoreCheck) -> None:
         print(f"{checked.trouble}: old payloads can't be retired")
 
 
-def _status(
-    url: tyro.conf.Positional[str], watch: bool = False, every_seconds: float = 2.0, json: bool = False
-) -> None:
+def _status(url: tyro.conf.Positional[str], json: bool = False) -> None:
     """Show a run's replicas, its progress, its traffic and about what that costs; nothing is written.
+
+    `diloco watch URL` shows it again and again, with speeds.
 
     Args:
         url: The run's store.
-        watch: Look again and again, until Ctrl-C; speeds are those between two looks.
-        every_seconds: Time between two looks.
         json: Print JSON.
     """
-    if not 0 < every_seconds <= 86_400:
-        raise UserError(f"every_seconds={every_seconds} must be above 0 and at most 86400", "every_seconds")
-    look = Look(url)
-    status = look.again()
+    store = StoreTail(url, with_timeline=False)
+    store.read()
+    assert store.status is not None, "the store was read"
     if json:
-        print(json_module.dumps(dataclasses.asdict(status)))
-        return
-    if not watch:
-        Console().print(store_view(url, status))
-        return
-    with Live(store_view(url, status), auto_refresh=False) as live:
-        before, then = status, time.monotonic()
-        while not status.finished:
-            time.sleep(every_seconds)
-            status, now = look.again(), time.monotonic()
-            live.update(store_view(url, status, before, now - then), refresh=True)
-            if status.outer_steps > before.outer_steps:
-                before, then = status, now
+        print(json_module.dumps(dataclasses.asdict(store.status)))
+    else:
+        Console().print(section_view(store_section(store)))
 
 
 def _verify(

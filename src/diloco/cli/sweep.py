@@ -8,8 +8,8 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from diloco.cli._command import spelled
 from diloco.cli._explain import hinted
-from diloco.cli._flags import spelled
 from diloco.cli._grid import grid_progress, machines_of
 from diloco.cli._recipe import parsed_recipe
 from diloco.data.prepare import resolve as resolve_data
@@ -119,23 +119,19 @@ def _axes(field: str, texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
 
 def _run_sweep(sweep: Sweep, machines: Machines, output: Path) -> None:
     """Run a sweep; its table grows as runs finish, and keeps the rows of other sweeps around the same base."""
-    with running(output, setting="output"):
-        _run_alone(sweep, machines, output)
-
-
-def _run_alone(sweep: Sweep, machines: Machines, output: Path) -> None:
     table = output / "sweep.csv"
-    earlier = _earlier_rows(table, sweep.name_of_base)
-    adopt(earlier, output / "runs")
     rows: list[dict] = []
     others: list[dict] = []
-    with grid_progress("sweep") as on_progress:
-        for rows in run_sweep(sweep, output / "runs", machines, on_progress=on_progress):
-            done = {row["run"] for row in rows}
-            # Also rows of this sweep itself that the grid has not reached again after an interruption.
-            others = [row for row in earlier if row["run"] not in done]
-            if rows or others:
-                write_rows([*rows, *others], table)
+    with running(output, setting="output"):
+        earlier = _earlier_rows(table, sweep.name_of_base)
+        adopt(earlier, output / "runs")
+        with grid_progress("sweep") as on_progress:
+            for rows in run_sweep(sweep, output / "runs", machines, on_progress=on_progress):
+                done = {row["run"] for row in rows}
+                # Also rows of this sweep itself that the grid has not reached again after an interruption.
+                others = [row for row in earlier if row["run"] not in done]
+                if rows or others:
+                    write_rows([*rows, *others], table)
     _print_outcome(rows, len(others), table)
 
 

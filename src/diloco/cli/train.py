@@ -2,18 +2,17 @@
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
-from diloco.cli._command import asks_for_help
+from diloco.cli._command import asks_for_help, by_flag, field_of, spelled
 from diloco.cli._explain import hinted
-from diloco.cli._flags import spelled
 from diloco.cli._recipe import changed, named_recipe
 from diloco.errors import UserError
 from diloco.training.config.config import TrainConfig, differences, with_value
@@ -102,17 +101,15 @@ _FIRST_WORDS = ("resume", "config", "rendezvous", "model.hf", "model.lora", "num
 def _words(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """The values of the first words, and the other arguments."""
     words: dict[str, str] = {}
-    others: list[str] = []
-    rest = iter(arguments)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        field = name.removeprefix("--").replace("-", "_")
-        if not name.startswith("--") or field not in _FIRST_WORDS:
-            others.append(word)
-            continue
-        if not equals and (value := next(rest, "--")).startswith("--"):
+    others, given = by_flag(arguments)
+    for name, values in given:
+        if field_of(name) not in _FIRST_WORDS:
+            others += [name, *values]
+        elif not values:
             raise UserError(f"{name} needs a value (diloco train --help)")
-        words[field] = value
+        else:
+            words[field_of(name)] = values[0]
+            others += values[1:]
     return words, others
 
 
@@ -139,7 +136,8 @@ def _start(command: Command, budget: Budget | None) -> None:
     """Prepare the run; then start it, or print what it would be."""
     from rich.console import Console
 
-    from diloco.report.terminal.training import preparation_progress
+    from diloco.report.terminal.training import change_lines, forecast_lines, preparation_progress, start_lines
+    from diloco.training.config.forecast import forecast
     from diloco.training.prepare import prepare_run
     from diloco.training.processes import prepared, under_a_launcher
     from diloco.training.records.runs import (
@@ -163,13 +161,15 @@ def _start(command: Command, budget: Budget | None) -> None:
         if schedule_changes(saved, config):
             # A warm-up that is left out follows from the step that the run goes on from.
             config = with_value(config, "optimizer.warmup_steps", asked.optimizer.warmup_steps)
+        lines = [*start_lines(config, budget), *change_lines(differences(saved, config))]
         if command.dry_run:
-            _print_forecast(config, budget)
+            print("\n".join([*lines, *forecast_lines(config, forecast(config))]))
             return
         file = config.directory / CONFIG_FILE
         was_there = file.exists() and resume is None  # then the run in the directory is another one
-        _print_start(config, budget, changes=differences(saved, config))
         is_first = os.environ.get("RANK", "0") == "0"
+        if is_first:
+            print("\n".join([*lines, *_addresses(config)]), flush=True)
         hint = f"go on with: {resume_command(config)}"
         lock = running(config.directory) if is_first else nullcontext()
         with hinted(hint, when=lambda: file.exists() and not was_there), lock:
@@ -201,23 +201,10 @@ _TORCHRUN_FLAGS = {
 """Flags of torchrun, and the variables that have their values in its processes."""
 
 
-def _print_forecast(config: TrainConfig, budget: Budget | None) -> None:
-    from diloco.report.terminal.training import forecast_lines, start_lines
-    from diloco.training.config.forecast import forecast
-
-    print("\n".join([*start_lines(config, budget), *forecast_lines(config, forecast(config))]))
-
-
-def _print_start(config: TrainConfig, budget: Budget | None, *, changes: Mapping[str, tuple[Any, Any]]) -> None:
-    """Print what the first process of a run knows before it starts."""
-    from diloco.report.terminal.training import change_lines, start_lines
-
-    if os.environ.get("RANK", "0") != "0":
-        return
-    print("\n".join([*start_lines(config, budget), *change_lines(changes)]), flush=True)
+def _addresses(config: TrainConfig) -> Iterator[str]:
     if config.prometheus_port is not None:
         ports = range(config.prometheus_port, config.prometheus_port + config.num_local_replicas)
-        print(f"metrics at http://127.0.0.1:{ports[0]}/metrics, and so on to port {ports[-1]}", flush=True)
+        yield f"metrics at http://127.0.0.1:{ports[0]}/metrics, and so on to port {ports[-1]}"
 
 
 def _train(asked: TrainConfig, *, is_resume: bool) -> None:

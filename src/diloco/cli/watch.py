@@ -67,7 +67,7 @@ def _show(sources: "Sources", every_seconds: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from diloco.report.terminal.watching import view
+    from diloco.report.terminal.watching import page_view
 
     console = Console()
     with Live(console=console, auto_refresh=False) as live:
@@ -75,10 +75,11 @@ def _show(sources: "Sources", every_seconds: float) -> None:
             sources.again()
             if sources.is_behind:
                 continue
+            view = page_view(sources.page(with_charts=False))
             if console.is_terminal:
-                live.update(view(sources), refresh=True)
+                live.update(view, refresh=True)
             else:
-                console.print(view(sources))
+                console.print(view)
             if sources.is_over:
                 return
             time.sleep(every_seconds)

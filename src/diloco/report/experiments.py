@@ -56,11 +56,7 @@ def section_of(one: Experiment, rows: Sequence[Row]) -> Section:
 
 
 def _chart(panel: Panel) -> Chart:
-    names = [
-        str(x)
-        for x in dict.fromkeys(p.x for points in panel.curves.values() for p in points)
-        if isinstance(x, str)
-    ]
+    names = panel.names
     series = [
         Series(
             label=label,
@@ -69,12 +65,11 @@ def _chart(panel: Panel) -> Chart:
         )
         for index, (label, points) in enumerate(panel.curves.items())
     ]
-    is_legend = not panel.published and len(panel.curves) > 1
     return Chart(
-        title=panel.y_label + (f", {panel.title}" if panel.title and not is_legend else ""),
+        title=panel.y_label + (f", {panel.title}" if panel.title and not panel.legend else ""),
         x=panel.x_label,
         about="The paper's numbers." if panel.published else "",
-        legend=panel.title if is_legend else "",
+        legend=panel.legend,
         series=series,
         names=[name.replace("_", " ") for name in names],
         x_log=panel.x_log,

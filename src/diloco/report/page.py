@@ -71,7 +71,7 @@ class Chart:
     x_log: bool = False
     y_log: bool = False
     is_history: bool = True
-    """Whether x goes on with the run, so that the page can show the last part alone."""
+    """True if x goes on with the run, so that the page can show the last part alone."""
 
 
 @dataclass(kw_only=True)
@@ -97,7 +97,7 @@ class Section:
     charts: Sequence[Chart] = ()
     table: Table | None = None
     is_open: bool = True
-    """Whether it is unfolded at first."""
+    """True if the section is unfolded at first."""
 
 
 @dataclass(kw_only=True)

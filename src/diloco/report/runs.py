@@ -118,9 +118,9 @@ def _in_flight_text(flights: Mapping[int, Mapping[int, int]]) -> str:
     return "; ".join(parts[:_MOST_FLIGHTS]) + " …" * (len(parts) > _MOST_FLIGHTS)
 
 
-def run_sections(runs: Sequence[RunTail], labels: Sequence[Label]) -> list[Section]:
+def run_sections(runs: Sequence[RunTail], labels: Sequence[Label], *, with_charts: bool = True) -> list[Section]:
     """The comparison of several runs, and a section for each run."""
-    compared = [_comparison(runs, labels)] if len(runs) > 1 else []
+    compared = [_comparison(runs, labels, with_charts=with_charts)] if len(runs) > 1 else []
     return compared + [
         Section(
             title=str(label),
@@ -129,7 +129,7 @@ def run_sections(runs: Sequence[RunTail], labels: Sequence[Label]) -> list[Secti
             part=run.part,
             notes=_notes(run),
             facts=run_facts(run),
-            charts=list(_run_charts(run)),
+            charts=list(_run_charts(run)) if with_charts else (),
             is_open=len(runs) <= _MOST_OPEN,
         )
         for index, (run, label) in enumerate(zip(runs, labels, strict=True))
@@ -150,21 +150,21 @@ _COMPARED = (
 """Facts in which runs are compared."""
 
 
-def _comparison(runs: Sequence[RunTail], labels: Sequence[Label]) -> Section:
+def _comparison(runs: Sequence[RunTail], labels: Sequence[Label], *, with_charts: bool) -> Section:
     """The curves of several runs beside each other, the settings in which they differ, and their results."""
     settings = differing_settings([run.config for run in runs])
-    columns: dict[str, list[str]] = {"run": [label.name for label in labels]}
+    columns = {"run": [label.name for label in labels], "state": [run.standing for run in runs]}
     for name, values in zip(shown_names(settings), settings.values(), strict=True):
         columns[name] = list(map(str, values))
-    if any(run.summary is None for run in runs):
-        columns["state"] = [run.standing for run in runs]
     facts = [run_facts(run) for run in runs]
     for name in _COMPARED:
         columns[name] = [one.get(name, "") for one in facts]
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     names, started = short(labels), [index for index, run in enumerate(runs) if run.last is not None]
-    charts = _loss_charts([(names[i], i, runs[i]) for i in started])
-    charts += _rate_charts([_Curve(names[i], i, runs[i].first) for i in started])
+    charts: list[Chart] = []
+    if with_charts:
+        charts = _loss_charts([(names[i], i, runs[i]) for i in started])
+        charts += _rate_charts([_Curve(names[i], i, runs[i].first) for i in started])
     return Section(
         title=f"{len(runs)} runs",
         charts=[chart for chart in charts if any(one.points for one in chart.series)],

@@ -116,7 +116,7 @@ def _handler(resources: dict[str, tuple[str, Callable[[], bytes]]]) -> type[Base
 
 
 def _is_loopback(hosts: list[str]) -> bool:
-    """Whether the one Host header names the loopback interface, with any port: a tunnel has its own."""
+    """True if the one Host header names the loopback interface, with any port: a tunnel has its own."""
     try:
         return len(hosts) == 1 and urlsplit(f"//{hosts[0]}").hostname in _HOSTS
     except ValueError:

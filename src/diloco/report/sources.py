@@ -9,7 +9,7 @@ from diloco.rendezvous.log.log import is_store
 from diloco.report.page import Page
 from diloco.report.runs import run_sections
 from diloco.report.stores import StoreTail, store_section
-from diloco.report.text import Label, labels
+from diloco.report.text import labels
 from diloco.training.records.runs import CONFIG_FILE
 from diloco.training.records.tail import RunTail
 
@@ -29,8 +29,7 @@ class Sources:
 
     def __init__(self, sources: Sequence[str]) -> None:
         for source in sources:
-            if not _is_store(source):
-                expanded(source)  # refuse the home directory of nobody now
+            is_store(source)  # refuses the home directory of nobody now
         self._sources = sources
         self._runs: dict[Path, RunTail] = {}
         self._stores: dict[str, StoreTail] = {}
@@ -40,11 +39,6 @@ class Sources:
     def runs(self) -> list[RunTail]:
         """The runs, in the order in which they were named; those of a directory by name."""
         return list(self._runs.values())
-
-    @property
-    def labels(self) -> list[Label]:
-        """A name for each of the runs."""
-        return labels([run.directory.absolute().name for run in self.runs], [run.config for run in self.runs])
 
     @property
     def stores(self) -> list[StoreTail]:
@@ -71,7 +65,7 @@ class Sources:
 
     def _find(self) -> None:
         self._num_left_out = 0
-        stores = [source for source in self._sources if _is_store(source)]
+        stores = [source for source in self._sources if is_store(source)]
         paths = [path for source in self._sources if source not in stores for path in self._run_paths(source)]
         self._stores = {url: self._stores.get(url) or StoreTail(url) for url in stores}
         self._runs = {path: self._runs.get(path) or RunTail(path) for path in paths}
@@ -95,25 +89,19 @@ class Sources:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is more to read than a look takes."""
+        """True if there is more to read than a look takes."""
         return any(one.is_behind for one in (*self.stores, *self.runs))
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is to come."""
+        """True if nothing more is to come."""
         finished = [one.status is not None and one.status.finished for one in self.stores]
         finished += [one.summary is not None for one in self.runs]
         return all(finished) and not self.is_behind
 
-    def page(self) -> Page:
+    def page(self, *, with_charts: bool = True) -> Page:
         """The page after the last look."""
-        sections = [*run_sections(self.runs, self.labels), *map(store_section, self.stores)]
+        names = labels([run.directory.absolute().name for run in self.runs], [run.config for run in self.runs])
+        sections = run_sections(self.runs, names, with_charts=with_charts)
+        sections += [store_section(store, with_charts=with_charts) for store in self.stores]
         return Page(note=self.note, sections=sections)
-
-
-def _is_store(source: str) -> bool:
-    """True as `is_store` has it; False for a directory that can't be read."""
-    try:
-        return is_store(source)
-    except OSError:
-        return False

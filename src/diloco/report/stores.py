@@ -1,11 +1,15 @@
-"""The run of a store, finished or not: its replicas from joining to ending, and who was in each outer step.
+"""The run of a store, finished or not: its replicas, its progress, its traffic, and about what that costs.
 
-Time is counted in outer steps, since the log has no clock.
+With a timeline, its replicas from joining to ending, and who was in each outer step, too. Time is counted in outer
+steps, since the log has no clock.
 """
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 from diloco.errors import DilocoError
+from diloco.rendezvous.prices import PROVIDERS, Traffic, polling
 from diloco.rendezvous.status import Look, RunStatus, Timeline, binned
 from diloco.report.page import Chart, Lane, Section, Series, Table
 from diloco.report.text import megabytes
@@ -16,6 +20,9 @@ _MOST_LANES = 40
 _MOST_POINTS = 256
 _MOST_ROWS = 100
 _OUTER_STEPS = "outer steps of all fragments"
+_DAY_SECONDS = 86400.0
+_POLL_SECONDS = 0.5
+"""Time between two looks of a replica into a bucket, by default."""
 
 
 class StoreTail:
@@ -23,10 +30,11 @@ class StoreTail:
 
     Args:
         url: of the store.
+        with_timeline: read it from its first entry on; else from the newest index on.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, *, with_timeline: bool = True) -> None:
+        self.url, self._with_timeline = url, with_timeline
         self.status: RunStatus | None = None
         """The status at the last look that could read the store."""
         self.before: RunStatus | None = None
@@ -60,7 +68,7 @@ class StoreTail:
 
     def _look(self) -> None:
         if self._log is None:
-            self._log = Look(self.url, with_timeline=True, most_entries=_ENTRIES_A_LOOK)
+            self._log = Look(self.url, with_timeline=self._with_timeline, most_entries=_ENTRIES_A_LOOK)
         was_behind, self.status = self.is_behind, self._log.again()
         now, (self.before, then) = time.monotonic(), self._base
         self.seconds = now - then
@@ -69,7 +77,7 @@ class StoreTail:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is more to read than a look takes."""
+        """True if there is more to read than a look takes."""
         return self._log is not None and self._log.is_behind and not self.trouble
 
     @property
@@ -89,68 +97,93 @@ class StoreTail:
         return "running" if self.status.num_active else "no replica is active"
 
 
-def store_section(store: StoreTail) -> Section:
+def store_section(store: StoreTail, *, with_charts: bool = True) -> Section:
     """The section of a store's run."""
     status, timeline = store.status, store.timeline
-    if status is None or timeline is None:
+    if status is None:
         return Section(title=store.url, standing=store.standing)
+    notes = ["Costs are by the list prices of buckets; a directory costs nothing."]
+    if timeline is not None and timeline.count("died"):
+        notes.append("A replica that became inactive without leaving counts as dead.")
     return Section(
         title=store.url,
         standing=store.standing,
-        notes=["A replica that became inactive without leaving counts as dead."] if timeline.count("died") else [],
-        facts=store_facts(store, status, timeline),
-        charts=_charts(timeline) if timeline.contributors else [],
-        table=_table(status, timeline),
+        notes=notes,
+        facts=_facts(status, timeline, _per_second(store, lambda status: status.tokens)),
+        charts=_charts(timeline) if with_charts and timeline is not None and timeline.contributors else [],
+        table=_table(store, status, timeline),
     )
 
 
-def store_facts(store: StoreTail, status: RunStatus, timeline: Timeline) -> dict[str, str]:
+def _per_second(store: StoreTail, count: Callable[[RunStatus], int]) -> float | None:
+    """The growth of a count since an earlier look; None without one, and at the end of the run."""
+    if store.status is None or store.before is None or not store.seconds or store.status.finished:
+        return None
+    return (count(store.status) - count(store.before)) / store.seconds
+
+
+def _facts(status: RunStatus, timeline: Timeline | None, speed: float | None) -> dict[str, str]:
     """The progress of a store's run, by name."""
-    before, seconds = store.before, store.seconds
-    speed = f"{(status.tokens - before.tokens) / seconds:,.0f}" if before is not None and seconds else ""
-    mean = sum(timeline.contributors) / max(1, len(timeline.contributors))
+    rounds, traffic = status.rounds, status.traffic
+    looks = polling(status.num_active, poll_seconds=_POLL_SECONDS, seconds=_DAY_SECONDS)
     facts = {
         "replicas active": f"{status.num_active} of {len(status.replicas)}",
         "outer steps": f"{status.outer_steps:,}",
         "tokens counted": f"{status.tokens:,}",
-        "tokens/s": "" if status.finished else speed,
+        "tokens/s": "" if speed is None else f"{speed:,.0f}",
         "contributors, lately": f"{status.contributors:.1f}",
-        "contributors, mean": f"{mean:.2f}",
-        "left": str(timeline.count("left")),
-        "deaths": str(timeline.count("died", "replaced")),
-        "fragments": str(len(status.rounds)),
-        "rounds by fragment": rounds_text(status),
+    }
+    if timeline is not None:
+        mean = sum(timeline.contributors) / max(1, len(timeline.contributors))
+        facts |= {
+            "contributors, mean": f"{mean:.2f}",
+            "left": str(timeline.count("left")),
+            "deaths": str(timeline.count("died", "replaced")),
+        }
+    facts |= {
+        "fragments": str(len(rounds)),
+        "rounds by fragment": " ".join(map(str, rounds[:_MOST_FRAGMENTS]))
+        + " …" * (len(rounds) > _MOST_FRAGMENTS),
         "entries": f"{status.entries:,}",
-        "up, about": megabytes(status.traffic.bytes_up),
-        "down, about": megabytes(status.traffic.bytes_down),
+        "up, about": megabytes(traffic.bytes_up),
+        "down, about": megabytes(traffic.bytes_down),
+        "requests, about": f"{traffic.creates + traffic.gets:,.0f}",
+        "cost so far": _dollars(traffic),
+        "cost of looks, per day": _dollars(looks),
     }
     return {name: value for name, value in facts.items() if value}
 
 
-def rounds_text(status: RunStatus) -> str:
-    """The rounds of the first fragments."""
-    return " ".join(map(str, status.rounds[:_MOST_FRAGMENTS])) + " …" * (len(status.rounds) > _MOST_FRAGMENTS)
+def _dollars(traffic: Traffic) -> str:
+    return ", ".join(f"{traffic.dollars(prices):,.2f} $ on {prices.name}" for prices in PROVIDERS)
 
 
-def _table(status: RunStatus, timeline: Timeline) -> Table:
+def _table(store: StoreTail, status: RunStatus, timeline: Timeline | None) -> Table:
     """A row for each of the last replicas, the active ones first."""
     shown = sorted(status.replicas, key=lambda one: (one.standing != "active", -one.number))[:_MOST_ROWS]
-    lives = [timeline.lives[one.number] for one in shown]
-    rows = [
-        (
-            f"{one.number} {one.name}",
-            life.end,
-            f"{life.joined:,}",
-            f"{life.ended:,}",
-            f"{len(life.counted):,}",
-            f"{one.counted} of {status.last}",
-            f"{one.tokens:,}",
-            f"{one.steps:,}",
-        )
-        for one, life in zip(shown, lives, strict=True)
-    ]
-    columns = ("replica", "", "joined", "ended", "outer steps", "lately", "tokens", "inner steps")
-    return Table(columns=columns, rows=rows)
+    rows = []
+    for one in shown:
+        speed = _per_second(store, partial(_steps, one.number))
+        cells = {"replica": f"{one.number} {one.name}", "": one.standing}
+        if timeline is not None:
+            life = timeline.lives[one.number]
+            cells |= {"": life.end, "joined": f"{life.joined:,}", "ended": f"{life.ended:,}"}
+            cells |= {"outer steps": f"{len(life.counted):,}"}
+        cells |= {
+            "lately": f"{one.counted} of {status.last}",
+            "tokens": f"{one.tokens:,}",
+            "inner steps": f"{one.steps:,}",
+            "steps/s": "–" if speed is None else f"{speed:.2f}",
+            "slot": str(one.slot),
+            "staleness": "–" if one.staleness is None else f"{one.staleness:.1f}",
+            "lag": f"{one.lag:,}",
+        }
+        rows.append(cells)
+    return Table(columns=list(rows[0]) if rows else [], rows=[list(cells.values()) for cells in rows])
+
+
+def _steps(number: int, status: RunStatus) -> int:
+    return sum(replica.steps for replica in status.replicas if replica.number == number)
 
 
 def _charts(timeline: Timeline) -> list[Chart]:

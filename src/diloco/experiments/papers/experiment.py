@@ -36,6 +36,16 @@ class Panel:
     published: bool = False
     """True if the numbers are the paper's, not ours."""
 
+    @property
+    def names(self) -> list[str]:
+        """The names over which the points stand, in order; empty for numbers."""
+        return list(dict.fromkeys(p.x for points in self.curves.values() for p in points if isinstance(p.x, str)))
+
+    @property
+    def legend(self) -> str:
+        """The title where it tells the curves apart; else empty."""
+        return self.title if not self.published and len(self.curves) > 1 else ""
+
 
 class Finding(NamedTuple):
     """A measured sentence, and whether the runs agree with the claim."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -212,7 +213,11 @@ async def first_entry(store: Store) -> tuple[Create, RunState]:
 
 def is_store(source: str) -> bool:
     """True for the URL of a bucket, and for a directory that holds the log of a run."""
-    return "://" in source or (expanded(source) / ENTRY.name(0)).is_file()
+    if "://" in source:
+        return True
+    with suppress(OSError):  # a directory that can't be read is no store
+        return (expanded(source) / ENTRY.name(0)).is_file()
+    return False
 
 
 def open_run(url: str) -> Store:

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from diloco.files import make_directory, require, writing
 
 if TYPE_CHECKING:
@@ -56,22 +54,6 @@ def viridis(part: float) -> tuple[float, float, float, float]:
     return mpl.colormaps["viridis"](1.4 * part)
 
 
-def new_axes(x_label: str, y_label: str) -> "tuple[Figure, Axes]":
-    """A figure so small that its text is legible on a phone."""
-    figure = new_figure(4.4, 3.1)
-    axes = figure.subplots()
-    axes.set(xlabel=x_label, ylabel=y_label)
-    axes.grid(visible=True, color="0.9")
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def binned_means(values: Sequence[float], most: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """Cut into `most` equal parts at the most: the last step and the mean of each."""
-    parts = np.array_split(np.arange(len(values)), min(most, len(values)))
-    return np.array([part[-1] + 1 for part in parts]), np.array([np.mean(np.take(values, part)) for part in parts])
-
-
 def draw_experiment(experiment: "Experiment", rows: "Sequence[Row]") -> "Figure":
     """All panels of an experiment, side by side, in rows of at most four."""
     panels = experiment.panels(rows)
@@ -91,8 +73,7 @@ _MOST_COLUMNS = 4
 
 def draw_panel(panel: "Panel", axes: "Axes") -> None:
     """Curves with the range over the seeds; where x is a name, unconnected points over the names."""
-    names = [p.x for points in panel.curves.values() for p in points if isinstance(p.x, str)]
-    ticks = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    ticks = {name: index for index, name in enumerate(panel.names)}
     shades = len(panel.curves) - 1 or 1
     for index, (label, points) in enumerate(panel.curves.items()):
         if not points:
@@ -109,18 +90,15 @@ def draw_panel(panel: "Panel", axes: "Axes") -> None:
             label=label,
         )
     if ticks:
-        axes.set_xticks(
-            list(ticks.values()), [str(name).replace("_", " ") for name in ticks], rotation=30, ha="right"
-        )
+        axes.set_xticks(list(ticks.values()), [name.replace("_", " ") for name in ticks], rotation=30, ha="right")
         axes.margins(x=0.15)
     if panel.x_log:
         _set_log_ticks(axes)
-    legend_title = panel.title if not panel.published and len(panel.curves) > 1 else None
-    axes.set_title(panel.title if legend_title is None else "", fontsize=9)
+    axes.set_title("" if panel.legend else panel.title, fontsize=9)
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
     axes.grid(visible=True, which="major", color="0.9")
     if any(panel.curves):
-        axes.legend(fontsize=8, frameon=False, title=legend_title, title_fontsize=8)
+        axes.legend(fontsize=8, frameon=False, title=panel.legend or None, title_fontsize=8)
 
 
 def _set_log_ticks(axes: "Axes") -> None:

@@ -146,7 +146,7 @@ def overlap_steps() -> "Figure":
 
 def layers_per_fragment() -> "Figure":
     """Streaming with overlap and 4 bits, fragments of 1 to 12 layers."""
-    choices = {f"{n} layers a fragment": replace(_STREAMING, layers_per_fragment=n) for n in (1, 3, 6, 12)}
+    choices = {f"{n} layers per fragment": replace(_STREAMING, layers_per_fragment=n) for n in (1, 3, 6, 12)}
     return _utilizations(_PAPERS, choices)
 
 
@@ -184,7 +184,7 @@ def fragment_bandwidth() -> "Figure":
         for size in _PAPERS
     }
     figure = draw_lines(
-        panels, x_label="layers a fragment", y_label="relative to one fragment of all layers", markers=True
+        panels, x_label="layers per fragment", y_label="relative to one fragment of all layers", markers=True
     )
     figure.axes[0].set_yscale("log")
     return figure

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from diloco.simulator.published import (
     WALL_CLOCK_GBIT_S,
     WALL_CLOCK_HOURS,
     Cell,
-    Cost,
     bandwidth_tables,
     overtraining_table,
     wall_clock_table,
@@ -33,10 +32,20 @@ BEYOND = "1000+"
 """A bandwidth above the grid's largest."""
 
 
-def wide_console() -> Console:
-    """A console wide enough for the tables, even where the output is no terminal."""
+def show(parts: Iterable[Table | str]) -> None:
+    """Print tables and sentences, wide enough for the tables even where the output is no terminal."""
     console = Console()
-    return console if console.is_terminal else Console(width=120)
+    console = console if console.is_terminal else Console(width=120)
+    for part in parts:
+        console.print(part, highlight=not isinstance(part, str), markup=False, soft_wrap=isinstance(part, str))
+
+
+def _table(*columns: str, names: int = 1, title: str | None = None) -> Table:
+    """A table of numbers, beside `names` columns of text."""
+    table = Table(*columns[:names], box=None, header_style="bold", title=title)
+    for column in columns[names:]:
+        table.add_column(column, justify="right")
+    return table
 
 
 def bandwidth_json(needed: Mapping[str, float | None]) -> str:
@@ -61,65 +70,41 @@ def utilization_json(compute_utilization: float) -> str:
     return strict_json({"compute_utilization": compute_utilization})
 
 
-def print_bandwidth(needed: Mapping[str, float | None], console: Console) -> None:
-    """Print a row for each target."""
-    table = Table("compute utilization", box=None, header_style="bold")
-    table.add_column("Gbit/s", justify="right")
+def bandwidth_table(needed: Mapping[str, float | None]) -> Table:
+    """A row for each target."""
+    table = _table("compute utilization", "Gbit/s")
     for target, gbit_s in needed.items():
         # Below the grid's smallest bandwidth nothing was tried.
         table.add_row(target, ("≤ " if gbit_s == GBIT_S[0] else "") + _gbit_s(gbit_s))
-    console.print(table)
+    return table
 
 
-def print_published(console: Console) -> None:
-    """Print the papers' tables, with our numbers beside their own."""
+def published() -> Iterator[Table | str]:
+    """The papers' tables, with our numbers beside their own."""
     for source, rows in bandwidth_tables().items():
-        table = Table(
-            "model", "method", box=None, header_style="bold", title=f"{source}: Gbit/s for a utilization"
-        )
-        for target in TARGETS:
-            table.add_column(f"{target:.0%}", justify="right")
+        title = f"{source}: Gbit/s for a utilization"
+        table = _table("model", "method", *(f"{target:.0%}" for target in TARGETS), names=2, title=title)
         for (size, method), row in rows.items():
             table.add_row(size, method, *map(_cell, row))
-        console.print(table)
+        yield table
         distances = [abs(cell.distance) for row in rows.values() for cell in row]
-        console.print(
+        yield (
             f"Published · simulated, and points of the grid between them: {distances.count(0)} of "
             f"{len(distances)} are exact (=), {distances.count(1)} are one point off, "
-            f"{sum(distance > 1 for distance in distances)} more.\n",
-            highlight=False,
-            soft_wrap=True,
+            f"{sum(distance > 1 for distance in distances)} more.\n"
         )
-
-    _print_hours(console)
-    _print_overtraining(console)
-
-
-def _print_hours(console: Console) -> None:
     title = "arXiv 2501.18512, Table 1: hours of a run of 186,250 steps of the 1B model"
-    hours = Table("method", box=None, header_style="bold", title=title)
-    for gbit_s in WALL_CLOCK_GBIT_S:
-        hours.add_column(f"{gbit_s:g} Gbit/s", justify="right")
+    hours = _table("method", *(f"{gbit_s:g} Gbit/s" for gbit_s in WALL_CLOCK_GBIT_S), title=title)
     for method, row in wall_clock_table().items():
         hours.add_row(method, *_beside(WALL_CLOCK_HOURS[method], row))
-    console.print(hours)
-    console.print(
-        "Published · simulated. The volume that fits data_parallel's bandwidths does not give its hours.\n",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _print_overtraining(console: Console) -> None:
+    yield hours
+    yield "Published · simulated. The volume that fits data_parallel's bandwidths does not give its hours.\n"
     title = "arXiv 2501.18512, Table 2: the 1B model overtrained"
-    table = Table("method", "tokens", box=None, header_style="bold", title=title)
-    for column in ("hours", "hours, 1 Gbit/s", "Tibit"):
-        table.add_column(column, justify="right")
+    costs = _table("method", "tokens", "hours", "hours, 1 Gbit/s", "Tibit", names=2, title=title)
     for (method, billions), cost in overtraining_table().items():
-        published: Cost = OVERTRAINING_COSTS[method, billions]
-        table.add_row(method, f"{billions}·10⁹", *_beside(published, cost))
-    console.print(table)
-    console.print("Published · simulated.", highlight=False)
+        costs.add_row(method, f"{billions}·10⁹", *_beside(OVERTRAINING_COSTS[method, billions], cost))
+    yield costs
+    yield "Published · simulated."
 
 
 def _cell(cell: Cell) -> str:
@@ -141,15 +126,14 @@ def wall_clock_json(run: IdealizedRun) -> str:
     return strict_json({f"{name}_seconds": value for name, value in parts.items()} | {"seconds": run.seconds})
 
 
-def print_wall_clock(run: IdealizedRun, console: Console) -> None:
-    """Print a row for each part."""
-    table = Table("part", box=None, header_style="bold")
-    table.add_column("hours", justify="right")
+def hours_table(run: IdealizedRun) -> Table:
+    """A row for each part."""
+    table = _table("part", "hours")
     table.add_row("compute", f"{run.compute_seconds / 3600:,.2f}")
     table.add_row("gradients, at every step", f"{run.inside_seconds / 3600:,.2f}")
     table.add_row("outer gradients, as far as training waits", f"{run.between_seconds / 3600:,.2f}")
     table.add_row("together", f"{run.seconds / 3600:,.2f}")
-    console.print(table)
+    return table
 
 
 def plan_json(
@@ -197,16 +181,15 @@ def _values(plan: Plan, command: str, flags: str) -> dict[str, Any]:
     }
 
 
-def print_plans(
-    task: Task, plans: Sequence[Plan], console: Console, *, command: str, flags: Callable[[Plan], str]
-) -> None:
-    """Print a row for each setting, and the command of the first."""
-    table = Table(box=None, header_style="bold")
-    for name in ("H", "τ", "layers a\nfragment", "wire", "combine"):
-        table.add_column(name, justify="right")
-    for name in ("compute\nutilization", "hours", "TB sent a\nreplica", "peak\nGbit/s", "device memory,\nGiB"):
-        table.add_column(name, justify="right")
-    table.add_column("with\noffload", justify="right")
+def plan_parts(
+    task: Task, plans: Sequence[Plan], *, command: str, flags: Callable[[Plan], str]
+) -> Iterator[Table | str]:
+    """A row for each setting, and the command of the first."""
+    table = _table(
+        *("H", "τ", "layers per\nfragment", "wire", "combine", "compute\nutilization", "hours"),
+        *("TB sent per\nreplica", "peak\nGbit/s", "device memory,\nGiB", "with\noffload"),
+        names=0,
+    )
     for plan in plans:
         settings = plan.model.settings
         table.add_row(
@@ -222,36 +205,31 @@ def print_plans(
             f"{plan.device_memory_gib():.3g}",
             f"{plan.device_memory_gib(offload=True):.3g}",
         )
-    console.print(table)
-    console.print(
+    yield table
+    yield (
         f"All reach a compute utilization of {task.target:g}; hours and TB are those of {task.num_steps:,} steps. "
         "Device memory holds parameters, Adam's moments, outer parameters and momentum, in FP32. The first "
-        "setting is the least risk to the model's quality:",
-        highlight=False,
-        soft_wrap=True,
+        "setting is the least risk to the model's quality:"
     )
-    console.print(f"    {command} {flags(plans[0])}", highlight=False, soft_wrap=True)
+    yield f"    {command} {flags(plans[0])}"
 
 
-def print_store(plans: Sequence[Plan], console: Console) -> None:
-    """Print what a day of the least risky setting costs in a bucket, and how soon an outer step is there."""
-    plan = plans[0]
+def store_sentence(plan: Plan) -> str:
+    """The cost of a day of a setting in a bucket, and how soon an outer step is there."""
     num_steps = math.ceil(plan.store_seconds / min(one.step_seconds for one in plan.task.replicas))
     traffic = plan.store_traffic_a_day
     dollars = " or ".join(f"{traffic.dollars(prices):,.2f} $ on {prices.name}" for prices in PROVIDERS)
-    console.print(
+    return (
         f"If the replicas meet in a bucket, H = {plan.model.settings.sync_every}, {plan.wire} and {plan.combine} "
         f"move {traffic.bytes_down / 1e12:.3g} TB a day out of it, in {traffic.creates + traffic.gets:,.0f} "
         f"requests: by list prices {dollars} a day. Egress within a provider's region is free. An outer step is "
         f"decided there about {plan.store_seconds:.2g} s after the send, so choose a τ of at least {num_steps} "
-        "(overlap_steps): those above are for direct links.",
-        highlight=False,
-        soft_wrap=True,
+        "(overlap_steps): those above are for direct links."
     )
 
 
-def print_remedy(task: Task, remedy: Remedy, console: Console) -> None:
-    """Print the setting that comes closest, and the changes of which each would be enough."""
+def remedy_sentence(task: Task, remedy: Remedy) -> str:
+    """The setting that comes closest, and the changes of which each would be enough."""
     best, settings = remedy.best, remedy.best.model.settings
     ways = [f"a target of {_rounded(best.compute_utilization, up=False)}"]
     if remedy.step_factor is not None:
@@ -264,7 +242,7 @@ def print_remedy(task: Task, remedy: Remedy, console: Console) -> None:
     sentence = (
         f"No setting reaches a compute utilization of {task.target:g} here. The closest is "
         f"{best.compute_utilization:.3g}, with H = {settings.sync_every}, τ = {settings.overlap_steps}, "
-        f"{settings.layers_per_fragment} layers a fragment, {best.wire}, {best.combine}. "
+        f"{settings.layers_per_fragment} layers per fragment, {best.wire}, {best.combine}. "
         + ("This would do: " if len(ways) == 1 else "Any of these would do: ")
         + "; ".join(ways)
         + "."
@@ -274,7 +252,7 @@ def print_remedy(task: Task, remedy: Remedy, console: Console) -> None:
             f" More than {task.most_utilization:.3g} can't be reached by replicas with these step times: the "
             "faster ones wait for the slowest."
         )
-    console.print(sentence, highlight=False, soft_wrap=True)
+    return sentence
 
 
 def _rounded(value: float, *, up: bool = True) -> str:
@@ -283,27 +261,24 @@ def _rounded(value: float, *, up: bool = True) -> str:
     return f"{(math.ceil if up else math.floor)(value / unit) * unit:.3g}"
 
 
-def wire_json(measurements: "Iterable[WireMeasurement]") -> str:
+def wire_json(measurements: "Sequence[WireMeasurement]") -> str:
     """The measurements as a JSON list."""
     return json.dumps([asdict(measurement) for measurement in measurements], indent=1)
 
 
-def print_wire(measurements: "Iterable[WireMeasurement]", console: Console) -> None:
-    """Print a row for each codec; each speed stands beside its ratio to a copy's."""
-    table = Table(box=None, header_style="bold")
-    table.add_column("codec")
-    for name in ("bits a value", "relative error"):
-        table.add_column(name, justify="right")
+def wire_parts(measurements: "Sequence[WireMeasurement]") -> Iterator[Table | str]:
+    """A row for each codec; each speed stands beside its ratio to a copy's."""
+    speeds = [
+        f"{name}, GB/s\n{speed.num_threads} thread{'s' * (speed.num_threads > 1)}"
+        for speed in measurements[0].speeds
+        for name in ("encode", "decode and add")
+    ]
+    table = _table("codec", "bits per value", "relative error", *speeds)
     for measurement in measurements:
-        if not table.row_count:
-            for speed in measurement.speeds:
-                threads = "1 thread" if speed.num_threads == 1 else f"{speed.num_threads} threads"
-                for name in ("encode", "decode and add"):
-                    table.add_column(f"{name}, GB/s\n{threads}", justify="right")
         cells = [measurement.wire, f"{measurement.bits_per_value:.3f}", f"{measurement.relative_error:.4f}"]
         for speed in measurement.speeds:
             for gbyte_s in (speed.encode_gbyte_s, speed.decode_add_gbyte_s):
                 cells.append(f"{gbyte_s:.2f} ({gbyte_s / speed.copy_gbyte_s:.2f}×)")
         table.add_row(*cells)
-    console.print(table)
-    console.print("GB/s of FP32 input; in brackets, the ratio to a copy measured just before.", highlight=False)
+    yield table
+    yield "GB/s of FP32 input; in brackets, the ratio to a copy measured just before."

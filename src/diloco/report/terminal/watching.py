@@ -10,126 +10,40 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diloco.rendezvous.prices import PROVIDERS, Traffic, polling
-from diloco.rendezvous.status import RunStatus
-from diloco.report.runs import LOSS, run_facts
-from diloco.report.sources import Sources
-from diloco.report.stores import rounds_text
-from diloco.report.text import duration, megabytes
+from diloco.report.page import BLACK, Page, Section
+from diloco.report.text import duration
 from diloco.training.records.tail import RunTail
 
 if TYPE_CHECKING:
     from diloco.experiments.runner.grid import GridProgress
 
-_HEADINGS = {
-    "": "",
-    "step": "step",
-    LOSS: "loss",
-    "held-out loss": "held-out",
-    "tokens/s": "tokens/s",
-    "compute utilization": "utilization",
-    "sent per replica": "sent",
-    "ETA": "ETA",
-}
-"""The facts for which a table of several runs has room."""
-_DAY_SECONDS = 86400.0
-_POLL_SECONDS = 0.5
-"""Time between two looks of a replica into a bucket, by default."""
+_WITHOUT_ROOM = ("bits per byte", "time")
+"""Columns that a terminal leaves out."""
 
 
-def view(sources: Sources) -> RenderableType:
-    """A table of the runs, and the status of each store."""
-    parts: list[RenderableType] = []
-    if sources.runs:
-        parts.append(_runs(sources))
-    if sources.note:
-        parts.append(Text(sources.note))
-    for store in sources.stores:
-        if store.status is not None:
-            parts.append(store_view(store.url, store.status, store.before, store.seconds))
-        if store.trouble:
-            parts.append(Text(f"{store.url}: {store.trouble}"))
-    return Group(*parts)
+def page_view(page: Page) -> RenderableType:
+    """A page without its charts; of several runs, their comparison alone."""
+    sections = [section_view(section) for section in page.sections if section.color == BLACK]
+    return Group(*sections, *([Text(page.note)] if page.note else []))
 
 
-def _runs(sources: Sources) -> Table:
-    """A column for each fact; for a single run, a line."""
-    facts = [{"": run.standing, **run_facts(run)} for run in sources.runs]
-    names = list(map(str, sources.labels))
-    if len(facts) == 1:
-        table = Table(box=None, show_header=False)
-        for name, value in {"run": names[0], **facts[0]}.items():
-            table.add_row(Text(name), Text(value))
-        return table
-    table = Table(box=None, header_style="bold")
-    table.add_column("run", overflow="fold")
-    for heading in _HEADINGS.values():
-        is_text = not heading  # the only other column that may take several lines
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
-    for label, one in zip(names, facts, strict=True):
-        table.add_row(*(Text(cell) for cell in (label, *(one.get(name, "") for name in _HEADINGS))))
-    return table
-
-
-def store_view(
-    url: str, status: RunStatus, before: RunStatus | None = None, seconds: float = 0.0
-) -> RenderableType:
-    """The table of the replicas, and lines about the whole run.
-
-    Args:
-        url: of the store.
-        status: now.
-        before: at an earlier look.
-        seconds: between the two.
-    """
-    table = Table(box=None, header_style="bold")
-    table.add_column("replica", justify="right")
-    table.add_column("name")
-    table.add_column("")
-    for name in ("slot", "tokens", "steps", "steps/s", f"in the last {status.last}", "staleness", "lag"):
-        table.add_column(name, justify="right")
-    steps_before = {replica.number: replica.steps for replica in before.replicas} if before is not None else {}
-    for replica in status.replicas:
-        speed = "–"
-        if seconds and replica.number in steps_before:
-            speed = f"{(replica.steps - steps_before[replica.number]) / seconds:.2f}"
-        stale = "–" if replica.staleness is None else f"{replica.staleness:.1f}"
-        numbers = (replica.slot, f"{replica.tokens:,}", f"{replica.steps:,}", speed, replica.counted, stale)
-        cells = (replica.number, replica.name, replica.standing, *numbers, replica.lag)
-        table.add_row(*map(str, cells), style=None if replica.standing == "active" else "dim")
-    return Group(table, *(Text(line) for line in _lines(url, status, before, seconds)))
-
-
-def _lines(url: str, status: RunStatus, before: RunStatus | None, seconds: float) -> Iterator[str]:
-    end = ", finished" if status.finished else ""
-    yield f"{url}: {status.entries:,} entries, {status.num_active} of {len(status.replicas)} replicas active{end}"
-    yield (
-        f"{status.outer_steps:,} outer steps (rounds by fragment: {rounds_text(status)}), in the last "
-        f"{status.last} on average {status.contributors:.1f} contributors"
-    )
-    speed = ""
-    if before is not None and seconds:
-        speed = (
-            f"; since the last look {(status.steps - before.steps) / seconds:.2f} steps/s of all replicas, "
-            f"{(status.tokens - before.tokens) / seconds:,.0f} tokens/s"
-        )
-    yield f"{status.tokens:,} tokens counted{speed}"
-    yield from _bill(status)
-
-
-def _bill(status: RunStatus) -> Iterator[str]:
-    traffic = status.traffic
-    yield (
-        f"so far about {megabytes(traffic.bytes_up)} up, {megabytes(traffic.bytes_down)} down, "
-        f"{traffic.creates + traffic.gets:,.0f} requests: {_dollars(traffic)}"
-    )
-    looks = polling(status.num_active, poll_seconds=_POLL_SECONDS, seconds=_DAY_SECONDS)
-    yield f"looks for something new, every {_POLL_SECONDS:g} s, cost beside that a day: {_dollars(looks)}"
-    yield "list prices of buckets; a directory costs nothing"
-
-
-def _dollars(traffic: Traffic) -> str:
-    return ", ".join(f"{traffic.dollars(prices):,.2f} $ on {prices.name}" for prices in PROVIDERS)
+def section_view(section: Section) -> RenderableType:
+    """A section without its charts."""
+    facts = Table(box=None, show_header=False)
+    for name, value in section.facts.items():
+        facts.add_row(Text(name), Text(value))
+    parts: list[RenderableType] = [Text(": ".join(filter(None, (section.title, section.standing)))), facts]
+    if section.table is not None:
+        table = Table(box=None, header_style="bold")
+        shown = [index for index, name in enumerate(section.table.columns) if name not in _WITHOUT_ROOM]
+        for index in shown:
+            table.add_column(
+                section.table.columns[index], justify="right" if index > 1 else "left", overflow="fold"
+            )
+        for row in section.table.rows:
+            table.add_row(*(Text(row[index]) for index in shown))
+        parts.append(table)
+    return Group(*parts, *map(Text, section.notes))
 
 
 class GridView:

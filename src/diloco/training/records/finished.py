@@ -17,6 +17,7 @@ from diloco.files import require
 from diloco.hub import check_reachable
 from diloco.models.language_model import LanguageModel
 from diloco.models.writer import Writer
+from diloco.rendezvous.log.log import is_store
 from diloco.training.config.config import Parameters, TrainConfig
 from diloco.training.config.resolve import check_sizes
 from diloco.training.records.checkpoints import finished_steps, read, read_files
@@ -31,7 +32,7 @@ def run_parameters(
     """A run's model, on the CPU, and the step that its parameters are from.
 
     Args:
-        source: the directory of a run, over or not; or the URL of the store in which its replicas meet.
+        source: the directory of a run, over or not; or the store in which its replicas meet, by URL or directory.
         parameters: outer: Θ, which a finished run has written; replica: replica 0's own, θ_0; average: the mean of
             all replicas' own. The last two are read from the newest checkpoint, the average from the newest that
             all replicas hold.
@@ -42,7 +43,7 @@ def run_parameters(
         CheckpointError: if no checkpoint holds these parameters, or it is damaged.
         FileError: if a store's log is damaged.
     """
-    if isinstance(source, str):
+    if is_store(str(source)):
         for field, value, left_out in (("parameters", parameters, "outer"), ("at_step", at_step, None)):
             if value != left_out:
                 raise UserError(
@@ -50,12 +51,12 @@ def run_parameters(
                     "directory",
                     field,
                 )
-        return store_parameters(source)
-    config = read_config(source)
+        return store_parameters(str(source))
+    config = read_config(Path(source))
     check_sizes(config, here=True)
     model = config.model.build(seed=config.seed)
     replicas = range(config.num_local_replicas)
-    exported, outer = source / OUTER_FILE, _OWN if config.method == "data_parallel" else _OUTER
+    exported, outer = Path(source, OUTER_FILE), _OWN if config.method == "data_parallel" else _OUTER
     if parameters == "outer" and exported.exists() and at_step is None:
         theta = _as_saved(config, model, outer)
         try:
@@ -133,9 +134,9 @@ def finished_config(source: Path | str, prepared: Path | None) -> TrainConfig:
     Raises:
         UserError: if there is no run, or no data, or the data is not the run's.
     """
-    if isinstance(source, str):
-        return store_config(source, prepared)
-    config = read_config(source)
+    if is_store(str(source)):
+        return store_config(str(source), prepared)
+    config = read_config(Path(source))
     if prepared is not None:
         config = replace(config, data=replace(config.data, prepared=prepared))
     check_data(config, field="prepared")
