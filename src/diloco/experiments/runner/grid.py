@@ -30,7 +30,7 @@ from diloco.training.config.resolve import identity
 from diloco.training.records.summary import SUMMARY_FILE
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LabelledRun:
     """A run of a grid."""
 
