@@ -24,8 +24,8 @@ _DEVICES = {
 
 
 def measurements(place: Place) -> Measurements:
-    frameworks = {"transformers": "transformers_trainer", "Accelerate": "accelerate_loop"}
-    more = {} if place.dry else {"Lightning": "lightning_autoencoder"}
+    frameworks = {"Accelerate": "accelerate_loop"}
+    more = {} if place.dry else {"transformers": "transformers_trainer", "Lightning": "lightning_autoencoder"}
     return {
         "train and eval": partial(_train, place),
         "train, killed and resumed": partial(_resumed, place),

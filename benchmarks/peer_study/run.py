@@ -31,6 +31,8 @@ class Plan:
     overlap_steps: int
     step_seconds: float
     width: int
+    warm_seconds: float
+    """Time of training that is left out."""
     quiet_seconds: float
     """Time of training before the death."""
     dead_seconds: float
@@ -76,7 +78,7 @@ class Run:
             self._start("joiner")
             join = self._wait("joiner", "start")
             self._sleep_until(self._wait("joiner", "step") + plan.joined_seconds)
-            times = Times(begin=begin, death=death, join=join, end=time.monotonic())
+            times = Times(begin=begin + plan.warm_seconds, death=death, join=join, end=time.monotonic())
         survivors = [read(self._diary(name)) for name in names if name != victim]
         dead, joiner = read(self._diary(victim)), read(self._diary("joiner"))
         return figures(survivors, dead, joiner, times, num_fragments=plan.num_fragments)

@@ -49,7 +49,7 @@ def test_fault_storm(tmp_path: Path, text: list[str]):
 def test_elastic_peers(tmp_path: Path):
     systems = ["diloco", "gradientmail"]
     systems += ["torchft_1s"] if importlib.util.find_spec("torchft") is not None else []
-    times = ["--quiet-seconds", 8, "--dead-seconds", 3, "--joined-seconds", 4]
+    times = ["--warm-seconds", 1, "--quiet-seconds", 4, "--dead-seconds", 3, "--joined-seconds", 4]
     sizes = ["--sync-every", 40, "--overlap-steps", 5, "--step-seconds", 0.02, "--width", 32]
     output = run("elastic_peers.py", "--output", tmp_path, "--systems", *systems, *times, *sizes)
     assert "GradientMail, its closer dies: skipped, GradientMail was not asked for" in output

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from benchmarks.peer_study.figures import Times, figures, read
 
-TIMES = Times(begin=0.0, death=100.0, join=200.0, end=250.0)
+TIMES = Times(begin=5.0, death=100.0, join=200.0, end=250.0)
 
 
 def line(event: str, at: float, **values: float | bool) -> dict:
@@ -57,8 +57,8 @@ def test_survivors_that_never_step_again_stall_for_all_the_time():
 
 def test_a_death_before_the_warm_seconds_are_over_is_refused():
     diary = survivor(stall_seconds=0.0, failed_steps=0.0)
-    early = Times(begin=0.5, death=6.0, join=20.0, end=30.0)
-    with pytest.raises(ValueError, match=r"no step .* first 5 seconds.*5\.5 s after .* raise --quiet-seconds"):
+    early = Times(begin=5.5, death=6.0, join=20.0, end=30.0)
+    with pytest.raises(ValueError, match=r"no step in the 0\.5 s between .* raise --quiet-seconds"):
         figures([diary], diary, [line("step", 21.0)], early, num_fragments=2)
 
 
