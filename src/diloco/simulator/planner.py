@@ -265,7 +265,8 @@ class Remedy:
     link_gbit_s: float | None
     """Bandwidth of every link with which the largest H reaches the target; None if no bandwidth is enough."""
     latency_seconds: float | None
-    """The largest latency of every link with which a plan reaches the target; None if none is low enough."""
+    """The largest latency of every link with which a plan reaches the target, to 1 % of the largest that the task
+    has; None if none is low enough."""
     step_factor: float | None
     """Factor by which steps must compute longer, with batches as many times as large and as many times fewer
     steps; None if no factor is enough."""
@@ -279,46 +280,31 @@ def remedy(task: Task) -> Remedy:
         reverse=True,
     )
     longest = max(plan.model.settings.sync_every for plan in plans)
-    enough = [_least_gbit_s(plan) for plan in plans if plan.model.settings.sync_every == longest]
+    slowest = max(replica.latency_seconds for replica in task.replicas)
     return Remedy(
         best=plans[0],
-        link_gbit_s=min((gbit_s for gbit_s in enough if gbit_s is not None), default=None),
-        latency_seconds=_most_latency_seconds(plans),
-        step_factor=_least_step_factor(plans),
+        link_gbit_s=_first_that_reaches(
+            [plan for plan in plans if plan.model.settings.sync_every == longest],
+            _GBIT_S,
+            lambda replica, gbit_s: replace(replica, gbit_s=gbit_s),
+        ),
+        latency_seconds=_first_that_reaches(
+            plans,
+            [slowest * part / 128 for part in reversed(range(128))],
+            lambda replica, seconds: replace(replica, latency_seconds=seconds),
+        ),
+        # Longer steps lower no utilization; H must still fit twice.
+        step_factor=_first_that_reaches(
+            plans,
+            _FACTORS,
+            lambda replica, factor: replace(replica, step_seconds=factor * replica.step_seconds),
+            lambda plan, factor: task.num_steps / factor >= 2 * plan.model.settings.sync_every,
+        ),
     )
 
 
-def _least_gbit_s(plan: Plan) -> float | None:
-    links = tuple(replace(replica, gbit_s=None) for replica in plan.task.replicas)
-    utilization = replace(plan.model, replicas=links).compute_utilization(_GBIT_S)
-    enough = np.flatnonzero(reaches(utilization, plan.task.target))
-    return float(_GBIT_S[enough[0]]) if enough.size else None
-
-
-_GBIT_S = np.logspace(-3, 5, 161)
+_GBIT_S = np.logspace(-3, 5, 161).tolist()
 """20 points per decade."""
-
-
-def _most_latency_seconds(plans: Sequence[Plan]) -> float | None:
-    """The largest latency that is low enough, to 1 % of the largest that a replica has."""
-    given = max(replica.latency_seconds for replica in plans[0].task.replicas)
-    return _first_that_reaches(
-        plans,
-        [given * part / 128 for part in reversed(range(128))],
-        lambda replica, seconds: replace(replica, latency_seconds=seconds),
-    )
-
-
-def _least_step_factor(plans: Sequence[Plan]) -> float | None:
-    """The smallest factor of the steps: longer ones lower no utilization; H must still fit twice."""
-    return _first_that_reaches(
-        plans,
-        _FACTORS,
-        lambda replica, factor: replace(replica, step_seconds=factor * replica.step_seconds),
-        lambda plan, factor: plan.task.num_steps / factor >= 2 * plan.model.settings.sync_every,
-    )
-
-
 _FACTORS = np.logspace(0, 3, 61).tolist()
 
 
