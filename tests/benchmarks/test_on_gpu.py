@@ -35,7 +35,7 @@ def test_every_piece_runs_and_nothing_is_measured_twice(piece: str, tmp_path: Pa
         assert len((tmp_path / f"{piece}.jsonl").read_text().splitlines()) == len(rows), again
 
 
-def test_whoever_calls_is_told_that_there_is_more(tmp_path: Path):
+def test_a_call_that_ran_out_of_time_says_that_there_is_more(tmp_path: Path):
     process = end_of("on_gpu.py", "--output", tmp_path, "--dry", "--pieces", "wire", "bits", "--seconds", 0.01)
     assert process.returncode == 3 and "there is more: call it again" in process.stdout
 

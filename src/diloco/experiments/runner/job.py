@@ -31,7 +31,7 @@ class Job:
     at_step: int | None = None
     """The step of the checkpoint that is evaluated; None is the end."""
     with_curves: bool = False
-    """Whether the cosines between outer gradients are asked for as curves."""
+    """True if the cosines between outer gradients are asked for as curves."""
 
     @property
     def directory(self) -> Path:
@@ -113,7 +113,7 @@ def result_of(job: Job) -> dict[str, Any]:
     """Train what is left to train, evaluate, and return the result.
 
     It forks, and so is called before this process starts threads. The result of a failure is
-    `{"failed": the reason, "is_final": whether it would fail again}`.
+    `{"failed": the reason, "is_final": True if it would fail again}`.
     """
     # The process from which replicas are forked holds no lock.
     with prepared(), running(job.directory, waits=True):  # another grid may be at the same run
