@@ -52,7 +52,6 @@ SMOKES = [
         f"{{text}} --output {{out}} {TINY} --steps 170",
         r"data_parallel .*\nstreaming .*\nsync_every_100 .*\noverlap_steps_5 .*\nnum_replicas_4 ",
         (("results.csv", 5),),
-        again=True,
     ),
     Smoke(
         "wire_formats.py",
