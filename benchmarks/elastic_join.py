@@ -159,7 +159,7 @@ def _make_run(run: Path, model: Row) -> None:
     while min(log.round for log in replica.exchange.state.fragments) < 3:
         replica.step()
         time.sleep(0.001)
-    replica.engine.finish()  # who takes round 3 uploads the snapshot of round 2
+    replica.engine.finish()  # a replica that takes round 3 uploads the snapshot of round 2
     deadline = time.monotonic() + 120
     while not all(log.snapshots for log in replica.exchange.state.fragments) or not any((run / "index").glob("*")):
         assert time.monotonic() < deadline, replica.exchange._seated.failure

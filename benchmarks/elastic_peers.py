@@ -77,7 +77,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--overlap-steps", type=int, default=15, help="τ; GradientMail has none")
     parser.add_argument("--step-seconds", type=float, default=0.1, help="sleep in each inner step")
     parser.add_argument("--width", type=int, default=256, help="of the model: P layers of width²")
-    parser.add_argument("--warm-seconds", type=float, default=5.0, help="first seconds that the figures leave out")
+    parser.add_argument("--warm-seconds", type=float, default=5.0, help="training that is left out")
     parser.add_argument("--quiet-seconds", type=float, default=50.0, help="training before the death")
     parser.add_argument("--dead-seconds", type=float, default=75.0, help="from the death to the join")
     parser.add_argument("--joined-seconds", type=float, default=20.0, help="from the join to the end")

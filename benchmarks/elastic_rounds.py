@@ -35,7 +35,7 @@ from diloco.wire import codec
 
 NUM_REPLICAS, NUM_FRAGMENTS = 3, 2
 POLL_SECONDS = 0.5
-"""The default of a bucket."""
+"""The default of a bucket, between two looks."""
 STEP_SECONDS = 0.02
 WIRE = "e3m0"
 Row = dict[str, Any]
@@ -50,6 +50,7 @@ def main() -> None:
     time_of.add_argument("--bandwidths", type=_numbers, default=[10.0, 100.0, 1000.0], help="Mbit/s")
     time_of.add_argument("--elements", type=int, default=1_000_000, help="of a fragment")
     time_of.add_argument("--periods", type=int, default=25, help="of H steps")
+    time_of.add_argument("--poll-seconds", type=float, default=POLL_SECONDS, help="between two looks")
     time_of.set_defaults(run=measure_times)
     bill = commands.add_parser("bill", help="requests, bytes and dollars")
     bill.add_argument("--output", type=Path, required=True)
@@ -73,7 +74,7 @@ def measure_times(arguments: argparse.Namespace) -> None:
     if missing:
         with tempfile.TemporaryDirectory() as folder, running_seaweedfs(Path(folder)) as server:
             for mbit_s, latency_ms in missing:
-                rows.append(_times(server, mbit_s, latency_ms, arguments.elements, arguments.periods))
+                rows.append(_times(server, mbit_s, latency_ms, arguments))
                 with file.open("a") as lines:
                     lines.write(json.dumps(rows[-1]) + "\n")
     print(
@@ -90,11 +91,12 @@ def measure_times(arguments: argparse.Namespace) -> None:
         )
 
 
-def _times(server: Server, mbit_s: float, latency_ms: float, elements: int, num_periods: int) -> Row:
+def _times(server: Server, mbit_s: float, latency_ms: float, arguments: argparse.Namespace) -> Row:
     """Three replicas behind one kind of network."""
+    elements, poll_seconds = arguments.elements, arguments.poll_seconds
     latency_seconds, num_bytes = latency_ms / 1000, codec(WIRE).payload_bytes(elements)
     transfer_seconds = NUM_REPLICAS * 8 * num_bytes / (mbit_s * 1e6)
-    rule_seconds = 2 * POLL_SECONDS + 4 * latency_seconds + transfer_seconds
+    rule_seconds = 2 * poll_seconds + 4 * latency_seconds + transfer_seconds
     overlap_steps = math.ceil(rule_seconds / STEP_SECONDS)
     settings = {
         "url": server.new_url(),
@@ -104,14 +106,14 @@ def _times(server: Server, mbit_s: float, latency_ms: float, elements: int, num_
         "overlap_steps": overlap_steps,
         "wire": WIRE,
         "num_replicas": NUM_REPLICAS,
-        "poll_seconds": POLL_SECONDS,
+        "poll_seconds": poll_seconds,
     }
     with contextlib.ExitStack() as stack:
         environments = [
             stack.enter_context(network(server, seed=m, latency_seconds=latency_seconds, mbit_s=mbit_s))
             for m in range(NUM_REPLICAS)
         ]
-        answers = _replicas(settings, STEP_SECONDS, num_periods, environments)
+        answers = _replicas(settings, STEP_SECONDS, arguments.periods, environments)
     seconds, all_seconds, members = _delays(answers)
     return {
         "mbit_s": mbit_s,

@@ -9,8 +9,7 @@ runs while the gradients are in memory. Prints the difference of the peaks in FP
 import argparse
 import os
 import socket
-import subprocess
-import sys
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -29,15 +28,12 @@ def main() -> None:
     parser.add_argument("--wire", default="e3m0")
     parser.add_argument("--combine", default="gather")
     arguments = parser.parse_args()
-    if "RANK" in os.environ:
-        print(peak_bytes(arguments, with_engine="WITH_ENGINE" in os.environ))
-        return
+    peaks = {name: _mean_peak(arguments, with_engine=name == "engine") for name in ("plain", "engine")}
     model = _size(arguments).build(seed=0)
     copy = 4 * sum(parameter.numel() for parameter in model.parameters())
     fragments = diloco.strided(model, layers_per_fragment=2)
     parameters = dict(model.named_parameters())
     largest = 4 * max(sum(parameters[name].numel() for name in fragment.parameters) for fragment in fragments)
-    peaks = {name: _run({"WITH_ENGINE": "1"} if name == "engine" else {}) for name in ("plain", "engine")}
     extra = peaks["engine"] - peaks["plain"]
     mb = {name: f"{size / 1e6:.0f} MB" for name, size in {**peaks, "extra": extra, "copy": copy}.items()}
     schedule = f"H = {SYNC_EVERY}, P = {len(fragments)}, τ = {OVERLAP_STEPS}"
@@ -46,28 +42,20 @@ def main() -> None:
     print(f"which is 2 copies and {(extra - 2 * copy) / largest:.2f} of the largest fragment")
 
 
-def _run(environment: dict[str, str]) -> int:
-    """The mean peak of two replicas, in bytes."""
+def _mean_peak(arguments: argparse.Namespace, *, with_engine: bool) -> int:
+    """The mean peak of two replicas, in bytes: of processes that this one forks before it has built a model."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": str(NUM_REPLICAS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | environment
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *sys.argv],
-            env=os.environ | shared | {"RANK": str(replica), "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for replica in range(NUM_REPLICAS)
-    ]
-    outputs = [process.communicate(timeout=1800)[0] for process in processes]
-    return sum(int(output.splitlines()[-1]) for output in outputs) // NUM_REPLICAS
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    with get_context("fork").Pool(NUM_REPLICAS) as pool:
+        peaks = pool.starmap(peak_bytes, [(arguments, rank, with_engine) for rank in range(NUM_REPLICAS)], 1)
+    return sum(peaks) // NUM_REPLICAS
 
 
-def peak_bytes(arguments: argparse.Namespace, *, with_engine: bool) -> int:
+def peak_bytes(arguments: argparse.Namespace, rank: int, with_engine: bool) -> int:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", rank=rank, world_size=NUM_REPLICAS)
     model = _size(arguments).build(seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     engine = None
@@ -85,7 +73,7 @@ def peak_bytes(arguments: argparse.Namespace, *, with_engine: bool) -> int:
             exchange=diloco.ProcessGroupExchange(),
         )
         engine.attach(optimizer)
-    window = torch.randint(0, 2048, (1, 9), generator=torch.Generator().manual_seed(dist.get_rank()))
+    window = torch.randint(0, 2048, (1, 9), generator=torch.Generator().manual_seed(rank))
     for _ in range(NUM_STEPS):
         model.loss(model(window[:, :-1]), window[:, 1:])[1].backward()
         optimizer.step()

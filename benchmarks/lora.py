@@ -60,11 +60,9 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with tempfile.TemporaryDirectory() as folder:
-        pretrain(arguments, folder)
         address, batch = f"127.0.0.1:{free_port()}", arguments.batch
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["peft", "trl.trainer.sft_trainer", "torch._dynamo"])
-        with context.Pool(2) as pool:
+        with get_context("fork").Pool(2) as pool:  # while this process has no thread of torch
+            pool.apply(pretrain, (arguments, folder))
             run = partial(fine_tune, arguments, folder)
             double, alone = pool.map(run, [Run(2 * batch), Run(batch)], chunksize=1)
             diloco_, same = pool.map(run, [Run(batch, (r, 2), address) for r in range(2)], chunksize=1)

@@ -17,14 +17,19 @@ import ast
 import atexit
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -97,20 +102,23 @@ def trace_process() -> None:
     tracer.is_on = True
 
 
-def replica(rank: int, folder: Path, *, through_store: bool) -> list[str]:
+def replica(rank: int, folder: Path, through_store: bool) -> list[str]:
     """The files of the walk of one of two replicas, which this process is."""
     import torch
     import torch.distributed as dist
 
-    files: set[str] = set()
-    tracer = Tracer(lambda kind, file: files.add(file) if kind == "run" else None)
     import diloco
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 40))
     optimizer = torch.optim.AdamW(model.parameters())
     exchange = rendezvous = None
+    files: set[str] = set()
+    # After what imports for long, and before the engine starts threads.
+    tracer = Tracer(lambda kind, file: files.add(file) if kind == "run" else None)
     if through_store:
+        while rank and not any((folder / "run").glob("log/*")):
+            time.sleep(0.01)  # the second replica joins the run of the first
         rendezvous = diloco.StoreRendezvous(
             str(folder / "run"), name=f"replica{rank}", num_replicas=2, quorum="all"
         )
@@ -144,14 +152,10 @@ def replica(rank: int, folder: Path, *, through_store: bool) -> list[str]:
 
 def walk_of_replicas(walk: str) -> list[str]:
     """The files of a walk of two replicas together."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--folder", folder, "--replica"]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes = [subprocess.Popen([*command, walk, str(rank)], **pipes) for rank in (0, 1)]
-        outputs = [process.communicate(timeout=120) for process in processes]
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"a replica of the walk {walk!r} failed: {outputs}")
-    return sorted({file for output, _ in outputs for file in json.loads(output.splitlines()[-1])})
+    import_module("torch._dynamo")  # once for both: every optimizer imports it
+    with tempfile.TemporaryDirectory() as folder, get_context("fork").Pool(2) as pool:
+        walks = [(rank, Path(folder), walk == "store") for rank in (0, 1)]
+        return sorted(set().union(*pool.starmap(replica, walks, 1)))
 
 
 def walk_of_training() -> tuple[list[str], list[str]]:
@@ -165,11 +169,18 @@ def walk_of_training() -> tuple[list[str], list[str]]:
         variables = {LOG: str(folder / "log"), FIRST_STEP: str(folder / "first step")}
         environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         command = [sys.executable, "-m", "diloco", "train", "tiny", "--name", "walk"]
-        process = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-        if process.returncode or not (folder / "first step").exists():
-            raise SystemExit(f"{' '.join(command)} failed: {process.stdout}{process.stderr}")
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
+        deadline = time.monotonic() + 300
+        while not (is_over := (folder / "first step").exists()) and process.poll() is None:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the rest of the training is no part of the walk
+        output = process.communicate()[0]
+        if not is_over:
+            raise SystemExit(f"{' '.join(command)} failed: {output}")
         events = [json.loads(line) for line in (folder / "log").read_text().splitlines()]
     run, imported = (sorted({file for kind, file in events if kind == k}) for k in ("run", "import"))
     return run, imported
@@ -252,13 +263,7 @@ def main() -> None:
     parser.add_argument("--name", default="overlap_steps", help="the name whose files are counted")
     parser.add_argument("--repeats", type=int, default=5, help="imports of which the fastest counts")
     parser.add_argument("--files", action="store_true", help="list the files of each walk")
-    parser.add_argument("--replica", nargs=2, metavar=("WALK", "RANK"), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.replica:
-        walk, rank = options.replica
-        print(json.dumps(replica(int(rank), options.folder, through_store=walk == "store")))
-        return
     send, store = walk_of_replicas("send"), walk_of_replicas("store")
     train, imported = walk_of_training()
     seconds, num_modules, present = import_of_the_engine(options.repeats)

@@ -24,8 +24,8 @@ _DEVICES = {
 
 
 def measurements(place: Place) -> Measurements:
-    frameworks = {"transformers": "transformers_trainer", "Accelerate": "accelerate_loop"}
-    more = {} if place.dry else {"Lightning": "lightning_autoencoder"}
+    frameworks = {"Accelerate": "accelerate_loop"}
+    more = {} if place.dry else {"transformers": "transformers_trainer", "Lightning": "lightning_autoencoder"}
     return {
         "train and eval": partial(_train, place),
         "train, killed and resumed": partial(_resumed, place),
@@ -111,7 +111,7 @@ def _started(place: Place, arguments: list[str], **environment: str) -> "subproc
 
 
 def _ended(place: Place, *processes: "subprocess.Popen[bytes]") -> Row:
-    """Whether all ended well, and the end of the output of those that did not."""
+    """`ok`, True if all ended well, and the end of the output of those that did not."""
     end = time.monotonic() + _SECONDS
     try:
         for process in processes:

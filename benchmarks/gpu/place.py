@@ -54,7 +54,7 @@ class Place:
             torch.cuda.synchronize()
 
     def goal(self, is_met: bool) -> bool | None:
-        """Whether a goal is met; None where nothing can be said of a GPU's speed."""
+        """True if a goal is met; None where nothing can be said of a GPU's speed."""
         return None if self.dry else is_met
 
     def milliseconds(self, work: Callable[[], object], repeats: int = 10) -> float:
@@ -107,7 +107,7 @@ def engine_of(
 
 
 def killed(process: "subprocess.Popen[bytes]") -> bool:
-    """End a process and what it has started, in a session of its own; whether it was alive."""
+    """End a process and what it has started, in a session of its own; True if it was alive."""
     if process.poll() is not None:
         return False
     os.killpg(process.pid, signal.SIGKILL)

@@ -12,7 +12,6 @@ from diloco.engine.lanes import HereLane, SameLane
 from gpu.place import Measurements, Place, Row, engine_of
 
 _WITHOUT_SYNC, _STALL = 0.002, 0.01  # goals, as shares of a step
-_SYNC_EVERY = 30
 
 
 def measurements(place: Place) -> Measurements:
@@ -67,8 +66,9 @@ def _with_syncs(place: Place, *, dtype: torch.dtype = torch.float32, apart: bool
     there; `host_ms` is that of the host, which may wait for the payload.
     """
     model, train = _training(place, dtype)
-    plain_ms = _mean_ms(place, train, 2 * _SYNC_EVERY)
-    engine = engine_of(model, sync_every=_SYNC_EVERY, **settings)
+    sync_every = place.size(30, 6)
+    plain_ms = _mean_ms(place, train, 2 * sync_every)
+    engine = engine_of(model, sync_every=sync_every, **settings)
     if not apart:
         engine._replica.lane, engine._membership.sends = SameLane(), HereLane()  # pyright: ignore[reportAttributeAccessIssue]
     clocks: dict[str, list[_Clock]] = {"send": [], "merge": [], "neither": []}
@@ -80,7 +80,7 @@ def _with_syncs(place: Place, *, dtype: torch.dtype = torch.float32, apart: bool
             engine.step()
         clocks["send" if due.send else "merge" if due.merge else "neither"].append(clock)
 
-    with_ms = _mean_ms(place, step, 2 * _SYNC_EVERY)
+    with_ms = _mean_ms(place, step, 2 * sync_every)
     added = (with_ms - plain_ms) / plain_ms
     row: Row = {"step_ms": round(plain_ms, 3), "with_engine_ms": round(with_ms, 3), "added_share": round(added, 5)}
     for kind, some in clocks.items():

@@ -30,7 +30,7 @@ def measurements(place: Place) -> Measurements:
 
 
 Model = tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor], bool]
-"""A model, the loss of a window under a forward pass, and whether it runs in autocast."""
+"""A model, the loss of a window under a forward pass, and True if it runs in autocast."""
 
 
 def _ours(place: Place, scale: str, *, dtype: torch.dtype) -> Model:

@@ -34,7 +34,7 @@ def main() -> None:
         for outer_step in outer_steps:
             sync, cohort = outer_step.sync, outer_step.cohort
             counted = cohort is not None and exchange.replica in cohort.members
-            # Whoever is in an outer step merges; whoever is not translates, and keeps all of its steps.
+            # A replica in the outer step merges; one that is not translates, and keeps all of its steps.
             lost_steps = (1 - ALPHA) * (training.num_steps - sync.step) if counted else 0.0
             training.outer_step(sync.fragment, lost_steps=lost_steps, counted=counted)
             diary.note("commit")

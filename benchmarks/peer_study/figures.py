@@ -16,6 +16,7 @@ class Times:
     """The times of events, on the monotonic clock."""
 
     begin: float
+    """The end of the first seconds of training, which are left out."""
     death: float
     join: float
     """The new replica has imported its modules, and built its model."""
@@ -61,21 +62,15 @@ def read(path: Path) -> Diary:
 
 
 def figures(
-    survivors: Sequence[Diary],
-    victim: Diary,
-    joiner: Diary,
-    times: Times,
-    *,
-    num_fragments: int,
-    warm_seconds: float,
+    survivors: Sequence[Diary], victim: Diary, joiner: Diary, times: Times, *, num_fragments: int
 ) -> Figures:
-    """A run's figures; the first seconds of training are left out."""
-    quiet, dead = (times.begin + warm_seconds, times.death), (times.death, times.join)
+    """A run's figures."""
+    quiet, dead = (times.begin, times.death), (times.death, times.join)
     steps = [_seconds_of_steps(diary, quiet) for diary in survivors]
     if not all(steps):
         raise ValueError(
-            f"a replica made no step between the first {warm_seconds:g} seconds, which are left out, and the "
-            f"death, {quiet[1] - times.begin:.1f} s after the begin: raise --quiet-seconds"
+            f"a replica made no step in the {quiet[1] - quiet[0]:.1f} s between --warm-seconds, which are left "
+            "out, and the death: raise --quiet-seconds"
         )
     median = statistics.median([seconds for part in steps for seconds in part])
     stalls = [max(_seconds_of_steps(diary, dead), default=dead[1] - dead[0]) for diary in survivors]

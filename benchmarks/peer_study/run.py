@@ -32,9 +32,9 @@ class Plan:
     step_seconds: float
     width: int
     warm_seconds: float
-    """The first seconds of training, which the figures leave out."""
+    """Time of training that is left out."""
     quiet_seconds: float
-    """Time of training before the death, those seconds included."""
+    """Time of training before the death."""
     dead_seconds: float
     """Time from the death to the start of the new replica."""
     joined_seconds: float
@@ -78,11 +78,10 @@ class Run:
             self._start("joiner")
             join = self._wait("joiner", "start")
             self._sleep_until(self._wait("joiner", "step") + plan.joined_seconds)
-            times = Times(begin=begin, death=death, join=join, end=time.monotonic())
+            times = Times(begin=begin + plan.warm_seconds, death=death, join=join, end=time.monotonic())
         survivors = [read(self._diary(name)) for name in names if name != victim]
         dead, joiner = read(self._diary(victim)), read(self._diary("joiner"))
-        fragments, warm = plan.num_fragments, plan.warm_seconds
-        return figures(survivors, dead, joiner, times, num_fragments=fragments, warm_seconds=warm)
+        return figures(survivors, dead, joiner, times, num_fragments=plan.num_fragments)
 
     def _start(self, name: str) -> None:
         plan, system = self._plan, self._system

@@ -41,7 +41,7 @@ class Setting:
     join_rounds: int = 0
     """Rounds between two replacements of a replica, in turn, by a new one; 0 replaces none."""
     keeps_moments: bool = False
-    """Whether a joiner takes over the moments of AdamW."""
+    """True if a joiner takes over the moments of AdamW."""
     sync_periods: float = 1.0
     """H as a multiple of the others'."""
     outer_scale: float = 1.0
@@ -49,7 +49,7 @@ class Setting:
 
     @property
     def all_lag(self) -> bool:
-        """Whether nobody is on time: replicas take turns then, and rounds wait for no majority."""
+        """True if no replica is on time: replicas take turns then, and rounds wait for no majority."""
         return min(self.lags) > 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from benchmarks.peer_study.figures import Times, figures, read
 
-TIMES = Times(begin=0.0, death=100.0, join=200.0, end=250.0)
+TIMES = Times(begin=5.0, death=100.0, join=200.0, end=250.0)
 
 
 def line(event: str, at: float, **values: float | bool) -> dict:
@@ -36,7 +36,7 @@ def test_figures_of_a_death_and_a_join():
         line("merge", 205.0, lost_steps=0.0, counted=False),
         line("merge", 207.0, lost_steps=0.0, counted=True),
     ]
-    row = figures(survivors, survivors[1], joiner, TIMES, num_fragments=2, warm_seconds=5.0)
+    row = figures(survivors, survivors[1], joiner, TIMES, num_fragments=2)
     assert row.step_seconds == 1.0
     assert (row.quiet_stall_seconds, row.stall_seconds) == (0.0, 4.0)
     assert (row.quiet_lost_steps, row.lost_steps) == (2.0, 40.0)
@@ -49,7 +49,7 @@ def test_figures_of_a_death_and_a_join():
 
 def test_survivors_that_never_step_again_stall_for_all_the_time():
     stuck = [event for event in survivor(stall_seconds=0.0, failed_steps=0.0) if event["at"] < TIMES.death]
-    row = figures([stuck], stuck, [line("step", 203.0)], TIMES, num_fragments=2, warm_seconds=5.0)
+    row = figures([stuck], stuck, [line("step", 203.0)], TIMES, num_fragments=2)
     assert row.stall_seconds == 99.0, "100 s, less the median"
     assert row.dead_commits == 0 and row.gap_seconds == 100.0
     assert row.counted_seconds != row.counted_seconds, "the new replica was in no outer step"
@@ -57,9 +57,9 @@ def test_survivors_that_never_step_again_stall_for_all_the_time():
 
 def test_a_death_before_the_warm_seconds_are_over_is_refused():
     diary = survivor(stall_seconds=0.0, failed_steps=0.0)
-    early = Times(begin=0.5, death=6.0, join=20.0, end=30.0)
-    with pytest.raises(ValueError, match=r"no step .* first 5 seconds.*5\.5 s after .* raise --quiet-seconds"):
-        figures([diary], diary, [line("step", 21.0)], early, num_fragments=2, warm_seconds=5.0)
+    early = Times(begin=5.5, death=6.0, join=20.0, end=30.0)
+    with pytest.raises(ValueError, match=r"no step in the 0\.5 s between .* raise --quiet-seconds"):
+        figures([diary], diary, [line("step", 21.0)], early, num_fragments=2)
 
 
 def test_a_diary_may_end_in_the_middle_of_a_line(tmp_path: Path):

@@ -52,7 +52,6 @@ SMOKES = [
         f"{{text}} --output {{out}} {TINY} --steps 170",
         r"data_parallel .*\nstreaming .*\nsync_every_100 .*\noverlap_steps_5 .*\nnum_replicas_4 ",
         (("results.csv", 5),),
-        again=True,
     ),
     Smoke(
         "wire_formats.py",
@@ -100,7 +99,7 @@ SMOKES = [
     ),
     Smoke(
         "elastic_rounds.py",
-        "time --output {out} --latencies 2 --bandwidths 1000 --elements 1000 --periods 1",
+        "time --output {out} --latencies 2 --bandwidths 1000 --elements 1000 --periods 1 --poll-seconds 0.1",
         r"\| 1000 \| 2 \| ",
     ),
     Smoke(

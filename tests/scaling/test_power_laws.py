@@ -8,7 +8,7 @@ import pytest
 
 from diloco.cli.main import main
 from diloco.errors import UserError
-from diloco.scaling import judgement, parametric
+from diloco.scaling import judgement, parametric, power_laws
 from diloco.scaling.judgement import EXTRAPOLATED, EXTRAPOLATED_PARAMS
 from diloco.scaling.laws import Laws
 from diloco.scaling.parametric import FORMS, NUM_STARTS, fit_parametric
@@ -251,7 +251,8 @@ THREE_SIZES = (1e5, 1.7e5, 3e5)
         (THREE_SIZES, (1, 2, 4), 0.5, ("replicas_exponent",)),
     ],
 )
-def test_intervals_cover_the_truth_as_often_as_they_say(sizes, replicas, shared, asked):
+def test_intervals_cover_the_truth_as_often_as_they_say(sizes, replicas, shared, asked, monkeypatch):
+    monkeypatch.setattr(power_laws, "_REPEATS", 1000)
     covered = coverage(sizes, replicas, shared, *asked)
     assert all(0.90 <= part <= 0.99 for part in covered.values()), covered
 

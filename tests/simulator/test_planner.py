@@ -1,8 +1,10 @@
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from tests.simulator.cases import task, with_replicas
 
+from diloco.simulator import planner
 from diloco.simulator.description import MethodSettings, ModelSize, Replica
 from diloco.simulator.physical import PhysicalModel
 from diloco.simulator.planner import Plan, Task, all_plans, feasible, remedy
@@ -15,7 +17,22 @@ def utilization(plan: Plan, **changes: float) -> float:
     return replace(plan.model, replicas=replicas).compute_utilization([1])[0]
 
 
-@pytest.mark.parametrize(("gbit_s", "num_replicas"), [(0.3, 2), (0.05, 4), (1000.0, 2)])
+@pytest.fixture
+def few_settings(monkeypatch) -> Iterator[None]:
+    """A search over fewer settings, for a test that simulates all of them."""
+    for name, values in {
+        "SYNC_EVERY": (10, 50, 200, 500),
+        "OVERLAP_STEPS": (0, 2, 10, 20),
+        "LAYERS_PER_FRAGMENT": (3, 1),
+    }.items():
+        monkeypatch.setattr(planner, name, values)
+    all_plans.cache_clear()
+    yield
+    all_plans.cache_clear()
+
+
+@pytest.mark.parametrize(("gbit_s", "num_replicas"), [(0.3, 2), (0.5, 4), (1000.0, 2)])
+@pytest.mark.usefixtures("few_settings")
 def test_plans_reach_the_target_the_least_risky_first_and_none_beats_another(gbit_s, num_replicas):
     wanted = task(gbit_s, num_replicas=num_replicas)
     plans = feasible(wanted)
@@ -27,6 +44,7 @@ def test_plans_reach_the_target_the_least_risky_first_and_none_beats_another(gbi
     def beats(a: tuple, b: tuple) -> bool:
         return a != b and all(x <= y for x, y in zip(a, b, strict=True))
 
+    assert len(reach) > len(risks) > 0
     assert risks == sorted(risk for risk in reach if not any(beats(other, risk) for other in reach))
 
 

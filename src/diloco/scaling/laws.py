@@ -34,7 +34,7 @@ class Laws:
     @cached_property
     def best(self) -> list[Point]:
         """The best run of each size and M."""
-        return best_points(list(self.points) if self.points is not None else published_table())
+        return best_points(self.points if self.points is not None else published_table())
 
     @property
     def replicas(self) -> list[int]:
@@ -172,11 +172,8 @@ def losses_beside(points: Sequence[Point], best: Point, quantity: str) -> dict[f
 
 
 def _lowest(points: Sequence[Point], quantity: str) -> dict[float, float]:
-    """The lowest loss at each value, of the settings that most seeds have tried: a single run may be lucky."""
-    lowest: dict[float, Point] = {}
-    for point in sorted(points, key=lambda point: (-point.num_seeds, point.eval_loss)):
-        lowest.setdefault(point.settings[quantity], point)
-    return {value: point.eval_loss for value, point in sorted(lowest.items())}
+    best = best_points(points, lambda point: point.settings[quantity])
+    return dict(sorted((point.settings[quantity], point.eval_loss) for point in best))
 
 
 def best_batch(points: Sequence[Point], best: Point) -> float:

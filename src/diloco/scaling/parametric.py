@@ -145,7 +145,8 @@ def fit_parametric(
     bounds = [_BOUNDS[symbol] for symbol in form.ranges]
     ends: list[tuple[float, float, Array]] = []  # training loss, residual at the largest, coefficients
     fitted = (form, n[~is_largest], m[~is_largest], y[~is_largest])
-    with threadpool_limits(1):  # for matrices this small, threads take a thousand times longer
+    # For matrices this small, threads take a thousand times longer.
+    with threadpool_limits(1), np.errstate(over="ignore", invalid="ignore"):
         for start in generator.uniform(low, high, size=(NUM_STARTS, len(low))):
             end = minimize(_huber, start, fitted, jac=True, method="L-BFGS-B", bounds=bounds, options=_OPTIONS)
             predicted, _ = _evaluate(end.x, form, n[is_largest], m[is_largest])
@@ -162,10 +163,9 @@ def fit_parametric(
 
 def _evaluate(c: Array, form: Form, n: Array, m: Array) -> tuple[Array, Array]:
     """The loss, kept positive and finite, and its derivatives (k, n)."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        predicted, derivatives = form.evaluate(c, n, m)
-        within = (predicted > _LEAST) & (predicted < _MOST)
-        return np.clip(np.nan_to_num(predicted, nan=_MOST), _LEAST, _MOST), np.where(within, derivatives, 0.0)
+    predicted, derivatives = form.evaluate(c, n, m)
+    within = (predicted > _LEAST) & (predicted < _MOST)
+    return np.fmax(np.fmin(predicted, _MOST), _LEAST), np.where(within, derivatives, 0.0)  # NaN becomes the most
 
 
 _LEAST, _MOST = 1e-9, 1e9

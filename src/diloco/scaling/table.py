@@ -3,7 +3,7 @@
 import csv
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -207,12 +207,14 @@ def _averaged(path: Path, runs: Sequence[_Run]) -> list[Point]:
     ]
 
 
-def best_points(points: list[Point]) -> list[Point]:
-    """The lowest loss of each size and number of replicas, among the settings that most seeds have tried.
+def best_points(
+    points: Sequence[Point], key: Callable[[Point], object] = lambda point: (point.params, point.replicas)
+) -> list[Point]:
+    """The lowest loss for each key, by default a size and an M, among the settings that most seeds have tried.
 
     A single run that is the best of many is lucky: a mean over seeds would rarely beat it.
     """
-    best: dict[tuple[float, int], Point] = {}
+    best: dict[object, Point] = {}
     for point in sorted(points, key=lambda point: (-point.num_seeds, point.eval_loss)):
-        best.setdefault((point.params, point.replicas), point)
-    return [best[key] for key in dict.fromkeys((point.params, point.replicas) for point in points)]
+        best.setdefault(key(point), point)
+    return [best[one] for one in dict.fromkeys(map(key, points))]

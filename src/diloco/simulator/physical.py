@@ -27,7 +27,7 @@ K gradients, L layers.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -215,6 +215,7 @@ class PhysicalRun:
         on_transmit: Callable[[int, Times, Times], None] = lambda *_: None,
     ) -> None:
         self._schedule, self._lane_bits = model.schedule, model.lane_bits
+        self._sent = cache(model.schedule.sent)  # every period of the steady state asks for the same steps
         self._fragment_params = model.fragment_params
         self._on_transmit = on_transmit
         self._lanes = _Lanes(checked_gbit_s(gbit_s), model.replicas, num_phases=len(model.lane_bits))
@@ -247,7 +248,7 @@ class PhysicalRun:
         """Duration of H steps in the steady state, (B,)."""
         schedule, period = self._schedule, self._schedule.sync_every
         start = 2 * period  # from here on, every fragment has been sent before
-        sent = [step for step in range(start - schedule.max_overlap, start + 1) if schedule.sent(step)]
+        sent = [step for step in range(start - schedule.max_overlap, start + 1) if self._sent(step)]
         self.arrived = {step: self.ready_BxM for step in sent if step + schedule.max_overlap > start}
 
         def next_period(x_SxB: Times) -> Times:
@@ -263,16 +264,14 @@ class PhysicalRun:
         """The steps after `start`, up to `end`, at which a replica sends or merges."""
         schedule = self._schedule
         overlaps = {0, *self._replicas_by_overlap}
-        sent = [
-            step for step in range(start - schedule.max_overlap + 1, end + 1) if step > 0 and schedule.sent(step)
-        ]
+        sent = [step for step in range(start - schedule.max_overlap + 1, end + 1) if step > 0 and self._sent(step)]
         return sorted({step + overlap for step in sent for overlap in overlaps if start < step + overlap <= end})
 
     def _take(self, step: int, compute_M: NDArray[np.float64]) -> None:
         """Take all steps up to `step`, the only one of them with a sync, in `compute_M` seconds of compute."""
         self.num_steps, self.computed_BxM = step, self.ready_BxM + compute_M
         schedule = self._schedule
-        if syncs := schedule.sent(step):
+        if syncs := self._sent(step):
             self.arrived[step] = np.stack([self._send(sync.fragment) for sync in syncs]).max(0)
         ready_BxM = self.computed_BxM.copy()
         for overlap, replicas in self._replicas_by_overlap.items():

@@ -265,7 +265,8 @@ class Remedy:
     link_gbit_s: float | None
     """Bandwidth of every link with which the largest H reaches the target; None if no bandwidth is enough."""
     latency_seconds: float | None
-    """The largest latency of every link with which a plan reaches the target; None if none is low enough."""
+    """The largest latency of every link with which a plan reaches the target, to 1 % of the largest that the task
+    has; None if none is low enough."""
     step_factor: float | None
     """Factor by which steps must compute longer, with batches as many times as large and as many times fewer
     steps; None if no factor is enough."""
@@ -273,61 +274,62 @@ class Remedy:
 
 def remedy(task: Task) -> Remedy:
     """The changes that make an infeasible target feasible."""
-    plans = fastest(all_plans(task))
-    best = max(plans, key=lambda plan: (round(plan.compute_utilization, 6), [-risk for risk in plan.risk]))
+    plans = sorted(
+        fastest(all_plans(task)),
+        key=lambda plan: (round(plan.compute_utilization, 6), [-risk for risk in plan.risk]),
+        reverse=True,
+    )
     longest = max(plan.model.settings.sync_every for plan in plans)
-    enough = [_least_gbit_s(plan) for plan in plans if plan.model.settings.sync_every == longest]
-    low_enough = map(_most_latency_seconds, plans)
+    slowest = max(replica.latency_seconds for replica in task.replicas)
     return Remedy(
-        best=best,
-        link_gbit_s=min((gbit_s for gbit_s in enough if gbit_s is not None), default=None),
-        latency_seconds=max((seconds for seconds in low_enough if seconds is not None), default=None),
-        step_factor=min(filter(None, map(_least_step_factor, plans)), default=None),
+        best=plans[0],
+        link_gbit_s=_first_that_reaches(
+            [plan for plan in plans if plan.model.settings.sync_every == longest],
+            _GBIT_S,
+            lambda replica, gbit_s: replace(replica, gbit_s=gbit_s),
+        ),
+        latency_seconds=_first_that_reaches(
+            plans,
+            [slowest * part / 128 for part in reversed(range(128))],
+            lambda replica, seconds: replace(replica, latency_seconds=seconds),
+        ),
+        # Longer steps lower no utilization; H must still fit twice.
+        step_factor=_first_that_reaches(
+            plans,
+            _FACTORS,
+            lambda replica, factor: replace(replica, step_seconds=factor * replica.step_seconds),
+            lambda plan, factor: task.num_steps / factor >= 2 * plan.model.settings.sync_every,
+        ),
     )
 
 
-def _least_gbit_s(plan: Plan) -> float | None:
-    links = tuple(replace(replica, gbit_s=None) for replica in plan.task.replicas)
-    utilization = replace(plan.model, replicas=links).compute_utilization(_GBIT_S)
-    enough = np.flatnonzero(reaches(utilization, plan.task.target))
-    return float(_GBIT_S[enough[0]]) if enough.size else None
-
-
-_GBIT_S = np.logspace(-3, 5, 161)
+_GBIT_S = np.logspace(-3, 5, 161).tolist()
 """20 points per decade."""
+_FACTORS = np.logspace(0, 3, 61).tolist()
 
 
-def _most_latency_seconds(plan: Plan) -> float | None:
-    """The largest latency that is low enough, by bisection, to 1 % of the largest possible one."""
+def _first_that_reaches(
+    plans: Sequence[Plan],
+    values: Sequence[float],
+    change: Callable[[Replica, float], Replica],
+    is_allowed: Callable[[Plan, float], bool] = lambda *_: True,
+) -> float | None:
+    """The first value with which any plan reaches its target; None if there is none.
 
-    def is_enough(latency_seconds: float) -> bool:
-        return _reaches_with(plan, lambda replica: replace(replica, latency_seconds=latency_seconds))
+    Args:
+        plans: those first that are likely to reach it, since a plan is tried with better values than those before.
+        values: a plan that reaches the target with one of them reaches it with all later ones.
+        change: a replica with one of the values.
+        is_allowed: True for the values that a plan may have, which are the first ones.
+    """
+    first = len(values)
+    for plan in plans:
 
-    if not is_enough(0.0):
-        return None
-    low, high = 0.0, max(replica.latency_seconds for replica in plan.task.replicas)
-    precision = 0.01 * high
-    while high - low > precision:
-        middle = (low + high) / 2
-        low, high = (middle, high) if is_enough(middle) else (low, middle)
-    return low
+        def reaches_with(value: float, plan: Plan = plan) -> bool:
+            replicas = tuple(change(replica, value) for replica in plan.task.replicas)
+            return replace(plan, model=replace(plan.model, replicas=replicas)).reaches_target
 
-
-def _least_step_factor(plan: Plan) -> float | None:
-    """The smallest factor of the steps, by bisection: longer ones lower no utilization; H must still fit twice."""
-    allowed = _FACTORS[plan.task.num_steps / _FACTORS >= 2 * plan.model.settings.sync_every]
-
-    def is_enough(factor: float) -> bool:
-        return _reaches_with(plan, lambda replica: replace(replica, step_seconds=factor * replica.step_seconds))
-
-    if not allowed.size or not is_enough(allowed[-1]):
-        return None
-    return float(allowed[bisect_left(allowed, True, key=is_enough)])
-
-
-_FACTORS = np.logspace(0, 3, 61)
-
-
-def _reaches_with(plan: Plan, change: Callable[[Replica], Replica]) -> bool:
-    replicas = tuple(map(change, plan.task.replicas))
-    return replace(plan, model=replace(plan.model, replicas=replicas)).reaches_target
+        better = [value for value in values[:first] if is_allowed(plan, value)]
+        if better and reaches_with(better[-1]):
+            first = bisect_left(better[:-1], True, key=reaches_with)
+    return values[first] if first < len(values) else None

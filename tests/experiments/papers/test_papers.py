@@ -37,6 +37,7 @@ def test_every_run_can_be_started(experiments, tmp_path):
 
 def test_rows_are_drawn_and_judged(experiments):
     for name, one in experiments.items():
+        assert one.name == name, "what its table is called by"
         rows = made_up(one)
         panels = one.panels(rows)
         assert any(not panel.published for panel in panels)

@@ -67,7 +67,7 @@ def test_jobs_of_one_ancestor_are_ended_and_killed(small_corpus, tmp_path):
 
 def test_a_job_may_be_larger_than_a_sockets_buffer(small_corpus, tmp_path):
     config = tiny_config(small_corpus, tmp_path, num_tokens=1)
-    job = replace(make_job(config, tmp_path / "runs"), tasks=tuple(Path("x" * 200) for _ in range(5000)))
+    job = replace(make_job(config, tmp_path / "runs"), tasks={str(i): Path("x" * 200) for i in range(5000)})
     with ThreadPoolExecutor(1) as threads:
         assert "num_tokens=1" in threads.submit(run_job, job).result(timeout=60)["failed"]
 

@@ -1,11 +1,13 @@
 """The papers' experiments by name: a file per paper."""
 
+from collections.abc import Callable
+
 from diloco.errors import UserError, nearest
 from diloco.experiments.papers import laws, streaming
-from diloco.experiments.papers.experiment import Experiment, Recipe
+from diloco.experiments.papers.experiment import Experiment
 from diloco.experiments.papers.tiers import Tier
 
-EXPERIMENTS: dict[str, Recipe] = {
+EXPERIMENTS: dict[str, Callable[[Tier], Experiment]] = {
     recipe.__name__: recipe for recipe in (*streaming.EXPERIMENTS, *laws.EXPERIMENTS)
 }
 """The experiments by name, in the order of the papers."""

@@ -3,15 +3,13 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from diloco.experiments.papers.comparison import Row, Verdict, finished
 from diloco.experiments.papers.tiers import Tier
 from diloco.experiments.runner.grid import LabelledRun
 from diloco.simulator.wall_clock import NETWORKS, IdealizedRun, NetworkName
-from diloco.training.config.config import TrainConfig
 
 
 class Point(NamedTuple):
@@ -74,59 +72,13 @@ class Experiment:
     """True if the rows have the cosines between outer gradients as curves over training."""
 
 
-Recipe = Callable[[Tier], Experiment]
-LabelledConfigs = Iterable[tuple[dict[str, Any], TrainConfig] | tuple[dict[str, Any], TrainConfig, int | None]]
-"""Runs by their labels, some with the step of the checkpoint that is evaluated, or None for the end."""
-
-
-class Parts(NamedTuple):
-    """The functions of an experiment at a tier."""
-
-    runs: Callable[[int], LabelledConfigs]
-    """The runs of a seed."""
-    panels: Callable[[Sequence[Row]], list[Panel]]
-    """The panels of its figure, from the rows of its table."""
-    finding: Callable[[Sequence[Row]], Finding]
-    """The finding about the claim, from the same rows."""
-
-
-def stated(
-    *,
-    claim: str,
-    source: str,
-    with_accuracy: bool = False,
-    parameters: tuple[str, ...] = (),
-    with_curves: bool = False,
-) -> Callable[[Callable[[Tier], Parts]], Recipe]:
-    """State an experiment, whose name is its function's; the arguments are fields of `Experiment`."""
-
-    def state(parts_of: Callable[[Tier], Parts]) -> Recipe:
-        @wraps(parts_of)
-        def recipe(tier: Tier) -> Experiment:
-            parts = parts_of(tier)
-            return Experiment(
-                name=recipe.__name__,
-                claim=claim,
-                source=source,
-                runs=_over_seeds(tier, parts.runs),
-                panels=parts.panels,
-                finding=parts.finding,
-                with_accuracy=with_accuracy,
-                parameters=parameters,
-                with_curves=with_curves,
-            )
-
-        return recipe
-
-    return state
-
-
-def _over_seeds(tier: Tier, runs: Callable[[int], LabelledConfigs]) -> list[LabelledRun]:
-    """The runs of every seed, labelled with it."""
+def over_seeds(tier: Tier, runs: Iterable[LabelledRun]) -> list[LabelledRun]:
+    """Each run with every seed of a tier, which becomes a label."""
+    runs = list(runs)
     return [
-        LabelledRun(labels={**labels, "seed": seed}, config=config, at_step=at_step[0] if at_step else None)
+        replace(run, labels={**run.labels, "seed": seed}, config=replace(run.config, seed=seed))
         for seed in tier.seeds
-        for labels, config, *at_step in runs(seed)
+        for run in runs
     ]
 
 

@@ -1,39 +1,35 @@
 """The experiments of the scaling-laws paper (arXiv 2503.09799) that compare settings; the laws are in scaling/."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from diloco.experiments.papers.comparison import Change, Row, all_of, at_best, change, chosen, common, flops
 from diloco.experiments.papers.experiment import (
+    Experiment,
     Finding,
-    LabelledConfigs,
     Panel,
-    Parts,
     accuracy_panels,
     curves,
-    stated,
+    over_seeds,
     wall_clock_panels,
 )
 from diloco.experiments.papers.tiers import BASELINE, DILOCO, BatchGrid, CadenceGrid, Tier
+from diloco.experiments.runner.grid import LabelledRun
 from diloco.scaling.table import published_table
 from diloco.training.config.config import TrainConfig
 
 
-@stated(
-    claim="The best outer learning rate rises with H, for every M and size.",
-    source="Figures 8 and 9",
-)
-def sync_cadence(tier: Tier) -> Parts:
+def sync_cadence(tier: Tier) -> Experiment:
     """H and the outer learning rate of DiLoCo, for several M and sizes (Figures 8 and 9)."""
 
-    def runs(seed: int) -> LabelledConfigs:
+    def runs() -> Iterator[LabelledRun]:
         for grid in tier.cadence_grids:
             for period, rate in itertools.product(grid.sync_everies, grid.outer_learning_rates):
                 fields = {"sync_every": period, "outer_learning_rate": rate}
-                config = tier.run(DILOCO, size=grid.size, num_replicas=grid.replicas, seed=seed, **fields)
+                config = tier.run(DILOCO, size=grid.size, num_replicas=grid.replicas, **fields)
                 labels = {"size": grid.size, "replicas": grid.replicas}
-                yield {**labels, "H": period, "outer_learning_rate": rate}, config
+                yield LabelledRun({**labels, "H": period, "outer_learning_rate": rate}, config)
 
     def panels(rows: Sequence[Row]) -> list[Panel]:
         best = at_best(rows, "outer_learning_rate", "size", "replicas", "H")
@@ -63,7 +59,14 @@ def sync_cadence(tier: Tier) -> Parts:
         measured = f"best outer learning rate, in each seed: {'; '.join(listed)}" if listed else "no run"
         return Finding(measured, all_of(*verdicts))
 
-    return Parts(runs, panels, finding)
+    return Experiment(
+        name="sync_cadence",
+        claim="The best outer learning rate rises with H, for every M and size.",
+        source="Figures 8 and 9",
+        runs=over_seeds(tier, runs()),
+        panels=panels,
+        finding=finding,
+    )
 
 
 def _setting(row: Row) -> str:
@@ -88,26 +91,21 @@ def _rates(best: Sequence[Sequence[float]], grid: CadenceGrid) -> str:
     )
 
 
-@stated(
-    claim="Larger batches cost DiLoCo less loss than Data-Parallel, already with one replica.",
-    source="Figures 3 to 6 and 14 to 19",
-    with_accuracy=True,
-)
-def batch_size(tier: Tier) -> Parts:
+def batch_size(tier: Tier) -> Experiment:
     """The global batch, for Data-Parallel and DiLoCo with one to eight replicas (Figures 3 to 6, 14 to 19).
 
     The paper takes the best learning rate at each batch. Where a grid has one, it is the size's rate times the
     square root of the batch's multiple.
     """
 
-    def runs(seed: int) -> LabelledConfigs:
+    def runs() -> Iterator[LabelledRun]:
         for grid in tier.batch_grids:
             for batch, rate in itertools.product(grid.batches, grid.rates):
-                options = {"size": grid.size, "seed": seed, "batch": batch, "rate": rate, "tokens": grid.tokens}
+                options = {"size": grid.size, "batch": batch, "rate": rate, "tokens": grid.tokens}
                 for replicas in (0, *grid.replicas):
                     config = _config(tier, replicas, options)
                     labels = {"batch_tokens": config.tokens_per_step, "multiple": grid.tokens, "rate": rate}
-                    yield {"method": _method(replicas), "size": grid.size, **labels}, config
+                    yield LabelledRun({"method": _method(replicas), "size": grid.size, **labels}, config)
 
     def finding(rows: Sequence[Row]) -> Finding:
         listed, verdict = [], "cannot tell"
@@ -127,7 +125,15 @@ def batch_size(tier: Tier) -> Parts:
             verdict = all_of(*(baseline.rises_over(other) for other in others))
         return Finding("; ".join(listed), verdict)
 
-    return Parts(runs, lambda rows: _batch_panels(tier, rows), finding)
+    return Experiment(
+        name="batch_size",
+        claim="Larger batches cost DiLoCo less loss than Data-Parallel, already with one replica.",
+        source="Figures 3 to 6 and 14 to 19",
+        with_accuracy=True,
+        runs=over_seeds(tier, runs()),
+        panels=lambda rows: _batch_panels(tier, rows),
+        finding=finding,
+    )
 
 
 def _batch_panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
@@ -168,42 +174,21 @@ def _config(tier: Tier, replicas: int, options: dict[str, Any]) -> TrainConfig:
     return tier.run(DILOCO, num_replicas=replicas, **options) if replicas else tier.run(BASELINE, **options)
 
 
-@stated(
-    claim="DiLoCo with a single replica ends below Data-Parallel's loss at every size.",
-    source="Finding 2, Table 4",
-    with_accuracy=True,
-)
-def single_replica(tier: Tier) -> Parts:
+def single_replica(tier: Tier) -> Experiment:
     """DiLoCo with one replica, a Lookahead variant, beside Data-Parallel (Finding 2)."""
     longest = tier.batch_grids[-1]
     most_steps = tier.step_batches[-1]
-    methods = {0: BASELINE, 1: DILOCO}
 
-    def runs(seed: int) -> LabelledConfigs:
+    def runs() -> Iterator[LabelledRun]:
         settings = [(size, batch, 1, 1) for size in tier.sizes for batch in tier.step_batches]
         if longest.tokens > 1:
             grid = itertools.product(longest.batches, longest.rates)
             settings += [(tier.base, batch, longest.tokens, rate) for batch, rate in grid]
         for size, batch, tokens, rate in settings:
-            options = {"size": size, "seed": seed, "batch": batch, "tokens": tokens, "rate": rate}
+            options = {"size": size, "batch": batch, "tokens": tokens, "rate": rate}
             labels = {"size": size, "batch": batch, "multiple": tokens, "rate": rate}
-            for replicas, method in methods.items():
-                yield {"method": method, **labels}, _config(tier, replicas, options)
-
-    def panels(rows: Sequence[Row]) -> list[Panel]:
-        labels = {"x_label": "floating-point operations, 6·N·tokens", "x_log": True}
-        published = [
-            {"method": methods[p.replicas], "flops": 6 * p.params * 20 * p.params, "eval_loss": p.eval_loss}
-            for p in published_table()
-            if p.replicas in methods
-        ]
-        theirs = curves(published, "flops", "method")
-        over_sizes = chosen(rows, batch=most_steps, multiple=1)
-        return [
-            Panel(title="here", curves=curves(over_sizes, flops, "method"), **labels),
-            Panel(title="arXiv 2503.09799, Table 4", curves=theirs, published=True, **labels),
-            *accuracy_panels(over_sizes, flops, "method", **labels),
-        ]
+            for replicas, method in _METHODS.items():
+                yield LabelledRun({"method": method, **labels}, _config(tier, replicas, options))
 
     def finding(rows: Sequence[Row]) -> Finding:
         gaps = {
@@ -229,7 +214,34 @@ def single_replica(tier: Tier) -> Parts:
         )
         return Finding(f"M = 1 over Data-Parallel: {', '.join(listed)}", all_of(*lower))
 
-    return Parts(runs, panels, finding)
+    return Experiment(
+        name="single_replica",
+        claim="DiLoCo with a single replica ends below Data-Parallel's loss at every size.",
+        source="Finding 2, Table 4",
+        with_accuracy=True,
+        runs=over_seeds(tier, runs()),
+        panels=lambda rows: _single_replica_panels(tier, rows),
+        finding=finding,
+    )
+
+
+_METHODS = {0: BASELINE, 1: DILOCO}
+
+
+def _single_replica_panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
+    labels = {"x_label": "floating-point operations, 6·N·tokens", "x_log": True}
+    published = [
+        {"method": _METHODS[p.replicas], "flops": 6 * p.params * 20 * p.params, "eval_loss": p.eval_loss}
+        for p in published_table()
+        if p.replicas in _METHODS
+    ]
+    theirs = curves(published, "flops", "method")
+    over_sizes = chosen(rows, batch=tier.step_batches[-1], multiple=1)
+    return [
+        Panel(title="here", curves=curves(over_sizes, flops, "method"), **labels),
+        Panel(title="arXiv 2503.09799, Table 4", curves=theirs, published=True, **labels),
+        *accuracy_panels(over_sizes, flops, "method", **labels),
+    ]
 
 
 def _num_steps(tier: Tier, size: str, batch: float) -> int:

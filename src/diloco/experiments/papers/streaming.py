@@ -3,7 +3,7 @@
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,17 +11,17 @@ import numpy as np
 
 from diloco.experiments.papers.comparison import Change, Row, all_of, change, chosen, common, finished, flops
 from diloco.experiments.papers.experiment import (
+    Experiment,
     Finding,
-    LabelledConfigs,
     Panel,
-    Parts,
     Point,
     accuracy_panels,
     curves,
-    stated,
+    over_seeds,
     wall_clock_panels,
 )
 from diloco.experiments.papers.tiers import BASELINE, DILOCO, STREAMING, Tier
+from diloco.experiments.runner.grid import LabelledRun
 from diloco.experiments.runner.rows import CURVE, EMBEDDING_CURVE, TENTHS
 from diloco.presets import Method
 from diloco.published import rows as published_rows
@@ -41,14 +41,7 @@ LONG = "Streaming, H=100"
 """The variant whose slope the paper fits."""
 
 
-@stated(
-    claim="From 35M to 1B parameters Streaming DiLoCo with M = 2 and H = 30 ends within 1 % of "
-    "Data-Parallel's loss; with H = 100, +1.4 % at 35M, it gains more from compute (slopes −0.1355 and "
-    "−0.1315).",
-    source="Figure 4, Tables 6 and 7",
-    with_accuracy=True,
-)
-def scaling(tier: Tier) -> Parts:
+def scaling(tier: Tier) -> Experiment:
     """Every method at every size, and Streaming DiLoCo with H = 100 and M = 4 (Figure 4, Tables 6 and 7)."""
     most_steps = tier.step_batches[-1]
     variants: dict[str, dict[str, Any]] = {
@@ -57,15 +50,15 @@ def scaling(tier: Tier) -> Parts:
         "Streaming, M=4, H=100": {"num_replicas": 4, "sync_every": 100},
     }
 
-    def runs(seed: int) -> LabelledConfigs:
+    def runs() -> Iterator[LabelledRun]:
         for size in tier.sizes:
             for batch in tier.step_batches:
-                labels, options = {"size": size, "batch": batch}, {"size": size, "batch": batch, "seed": seed}
+                at: dict[str, Any] = {"size": size, "batch": batch}
                 for method in (BASELINE, DILOCO, STREAMING):
-                    yield {"method": method, **labels}, tier.run(method, **options)
+                    yield LabelledRun({"method": method, **at}, tier.run(method, **at))
                 if batch == most_steps:
                     for name, fields in variants.items():
-                        yield {"method": name, **labels}, tier.run(**options, **fields)
+                        yield LabelledRun({"method": name, **at}, tier.run(**at, **fields))
 
     def finding(rows: Sequence[Row]) -> Finding:
         compared = _at(rows, most_steps)
@@ -94,7 +87,17 @@ def scaling(tier: Tier) -> Parts:
         within = (gap.at_most(0.01) for gap in gaps[STREAMING].values())
         return Finding(measured, all_of(*within, steeper.rises()))
 
-    return Parts(runs, lambda rows: _scaling_panels(tier, rows), finding)
+    return Experiment(
+        name="scaling",
+        claim="From 35M to 1B parameters Streaming DiLoCo with M = 2 and H = 30 ends within 1 % of "
+        "Data-Parallel's loss; with H = 100, +1.4 % at 35M, it gains more from compute (slopes −0.1355 and "
+        "−0.1315).",
+        source="Figure 4, Tables 6 and 7",
+        with_accuracy=True,
+        runs=over_seeds(tier, runs()),
+        panels=lambda rows: _scaling_panels(tier, rows),
+        finding=finding,
+    )
 
 
 def _scaling_panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
@@ -142,12 +145,7 @@ def _slope(rows: Sequence[Row]) -> float:
     )
 
 
-@stated(
-    claim="With two replicas Streaming DiLoCo stays within 1 % of Data-Parallel's loss at every token budget.",
-    source="Tables 2 and 8; arXiv 2503.09799, Figures 11 and 12",
-    with_accuracy=True,
-)
-def overtraining(tier: Tier) -> Parts:
+def overtraining(tier: Tier) -> Experiment:
     """Token budgets from the size's own up, for all methods (Tables 2 and 8; the laws' Figures 11 and 12)."""
     # With M = 4 the batch is doubled in the paper's Table 8.
     streaming: dict[str, dict[str, Any]] = {
@@ -158,16 +156,16 @@ def overtraining(tier: Tier) -> Parts:
         f"DiLoCo, M={replicas}": {"num_replicas": replicas} for replicas in (1, 2, 4)
     }
 
-    def runs(seed: int) -> LabelledConfigs:
+    def runs() -> Iterator[LabelledRun]:
         for size, multiples in tier.multiples.items():
             for multiple in multiples:
                 labels = {"size": size, "multiple": multiple}
-                budget = {"size": size, "overtrained": True, "tokens": multiple, "seed": seed}
-                yield {"method": "Data-Parallel", **labels}, tier.run(BASELINE, **budget)
+                budget = {"size": size, "overtrained": True, "tokens": multiple}
+                yield LabelledRun({"method": "Data-Parallel", **labels}, tier.run(BASELINE, **budget))
                 for name, fields in streaming.items():
-                    yield {"method": name, **labels}, tier.run(**budget, **fields)
+                    yield LabelledRun({"method": name, **labels}, tier.run(**budget, **fields))
                 for name, fields in diloco.items():
-                    yield {"method": name, **labels}, tier.run(DILOCO, **budget, **fields)
+                    yield LabelledRun({"method": name, **labels}, tier.run(DILOCO, **budget, **fields))
 
     def finding(rows: Sequence[Row]) -> Finding:
         gaps = {
@@ -182,7 +180,15 @@ def overtraining(tier: Tier) -> Parts:
         within = (gap.at_most(0.01) for (method, *_), gap in gaps.items() if method == "Streaming, M=2")
         return Finding(f"over Data-Parallel: {listed}", all_of(*within))
 
-    return Parts(runs, lambda rows: _overtraining_panels(tier, rows), finding)
+    return Experiment(
+        name="overtraining",
+        claim="With two replicas Streaming DiLoCo stays within 1 % of Data-Parallel's loss at every token budget.",
+        source="Tables 2 and 8; arXiv 2503.09799, Figures 11 and 12",
+        with_accuracy=True,
+        runs=over_seeds(tier, runs()),
+        panels=lambda rows: _overtraining_panels(tier, rows),
+        finding=finding,
+    )
 
 
 def _overtraining_panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
@@ -223,21 +229,14 @@ def _tokens(row: Row) -> float:
     return float(row["num_tokens"])
 
 
-@stated(
-    claim="Overlapping up to 5 inner steps costs next to nothing, under 1 %, with α = 0.5.",
-    source="Figure 5",
-)
-def overlap(tier: Tier) -> Parts:
+def overlap(tier: Tier) -> Experiment:
     """τ and α: the inner steps that an exchange overlaps, and the mixing at the merge (Figure 5)."""
 
-    def runs(seed: int) -> LabelledConfigs:
-        for mixing in (0.0, 0.5):
-            for tau in (1, 2, 5, 10, 20):
-                config = tier.run(seed=seed, overlap_steps=tau, mixing=mixing)
-                yield {"alpha": mixing, "tau": tau}, config
-
-    def panels(rows: Sequence[Row]) -> list[Panel]:
-        return [Panel(title="α", x_label="τ, overlapped inner steps", curves=curves(rows, "tau", "alpha"))]
+    runs = (
+        LabelledRun({"alpha": mixing, "tau": tau}, tier.run(overlap_steps=tau, mixing=mixing))
+        for mixing in (0.0, 0.5)
+        for tau in (1, 2, 5, 10, 20)
+    )
 
     def finding(rows: Sequence[Row]) -> Finding:
         one = {"alpha": 0.5, "tau": 1}
@@ -246,24 +245,24 @@ def overlap(tier: Tier) -> Parts:
         measured = f"τ = 5 over τ = 1: {five}; τ = 20: {twenty}; τ = 20 at α = 0: {unmixed}"
         return Finding(measured, five.at_most(0.01))
 
-    return Parts(runs, panels, finding)
+    return Experiment(
+        name="overlap",
+        claim="Overlapping up to 5 inner steps costs next to nothing, under 1 %, with α = 0.5.",
+        source="Figure 5",
+        runs=over_seeds(tier, runs),
+        panels=lambda rows: [
+            Panel(title="α", x_label="τ, overlapped inner steps", curves=curves(rows, "tau", "alpha"))
+        ],
+        finding=finding,
+    )
 
 
-@stated(
-    claim="4-bit floats (E3M0) cost no loss; dropping values does, and the more the fewer are kept.",
-    source="Figures 6 and 15",
-    with_accuracy=True,
-)
-def compression(tier: Tier) -> Parts:
+def compression(tier: Tier) -> Experiment:
     """Codecs of the outer gradients: their precision, and the share of the values they send (Figures 6 and 15)."""
     sparse, densities = ("topk", "feddropout", "dare"), (0.25, 0.5, 0.75)
     kept = {f"{wire}:density={density:g}": (wire, density) for wire in sparse for density in densities}
     wires = ("fp32", "bf16", "e4m3", "e3m0", "int2", *kept, "topk")
     kept["topk"] = "topk", 0.05
-
-    def runs(seed: int) -> LabelledConfigs:
-        for wire in wires:
-            yield {"wire": wire}, tier.run(seed=seed, wire=wire)
 
     def panels(rows: Sequence[Row]) -> list[Panel]:
         dropped = [row for row in rows if row.get("wire") in kept]
@@ -286,23 +285,27 @@ def compression(tier: Tier) -> Parts:
         fewer.append(losses["topk"].rises_over(losses["topk:density=0.25"]))
         return Finding(measured, all_of(losses["e3m0"].at_most(0.005), *dropped, *fewer))
 
-    return Parts(runs, panels, finding)
+    return Experiment(
+        name="compression",
+        claim="4-bit floats (E3M0) cost no loss; dropping values does, and the more the fewer are kept.",
+        source="Figures 6 and 15",
+        with_accuracy=True,
+        runs=over_seeds(tier, (LabelledRun({"wire": wire}, tier.run(wire=wire)) for wire in wires)),
+        panels=panels,
+        finding=finding,
+    )
 
 
-@stated(
-    claim="The size of fragments matters little, and so does their pattern; strided is a little better.",
-    source="Figure 7",
-)
-def fragment_size(tier: Tier) -> Parts:
+def fragment_size(tier: Tier) -> Experiment:
     """The blocks of a fragment: their number and their pattern (Figure 7)."""
 
-    def runs(seed: int) -> LabelledConfigs:
+    def runs() -> Iterator[LabelledRun]:
         for pattern in ("sequential", "strided"):
             for size in tier.layers_per_fragment:
                 is_same = size == 1 or size >= tier.base_config.model.num_layers
                 fragments = "strided" if is_same else pattern
-                config = tier.run(seed=seed, fragments=fragments, layers_per_fragment=size)
-                yield {"fragments": pattern, "layers": size}, config
+                config = tier.run(fragments=fragments, layers_per_fragment=size)
+                yield LabelledRun({"fragments": pattern, "layers": size}, config)
 
     def finding(rows: Sequence[Row]) -> Finding:
         first, *_, last = tier.layers_per_fragment
@@ -317,23 +320,22 @@ def fragment_size(tier: Tier) -> Parts:
         verdict = all_of(sizes.within(0.01), *(gap.within(0.01) for gap in patterns.values()))
         return Finding(f"{first} over {last} layers: {sizes}; strided over sequential: {listed}", verdict)
 
-    return Parts(
-        runs,
-        lambda rows: [Panel(title="", x_label="blocks in a fragment", curves=curves(rows, "layers", "fragments"))],
-        finding,
+    return Experiment(
+        name="fragment_size",
+        claim="The size of fragments matters little, and so does their pattern; strided is a little better.",
+        source="Figure 7",
+        runs=over_seeds(tier, runs()),
+        panels=lambda rows: [
+            Panel(title="", x_label="blocks in a fragment", curves=curves(rows, "layers", "fragments"))
+        ],
+        finding=finding,
     )
 
 
-@stated(
-    claim="Training only the fragment that is sent next is much worse: 3.2145 against 2.6749, +20 %.",
-    source="section on FedPart",
-)
-def freezing(tier: Tier) -> Parts:
+def freezing(tier: Tier) -> Experiment:
     """Training only the fragment that is sent next, as FedPart does (arXiv 2410.21374)."""
 
-    def runs(seed: int) -> LabelledConfigs:
-        for freeze in (False, True):
-            yield {"frozen": "yes" if freeze else "no"}, tier.run(seed=seed, freeze=freeze)
+    runs = (LabelledRun({"frozen": name}, tier.run(freeze=name == "yes")) for name in ("no", "yes"))
 
     def panels(rows: Sequence[Row]) -> list[Panel]:
         theirs = curves(published_rows("streaming_freezing"), "frozen")
@@ -346,27 +348,29 @@ def freezing(tier: Tier) -> Parts:
         frozen = change(rows, {"frozen": "yes"}, {"frozen": "no"})
         return Finding(f"frozen over Streaming: {frozen}", frozen.rises(0.02))
 
-    return Parts(runs, panels, finding)
+    return Experiment(
+        name="freezing",
+        claim="Training only the fragment that is sent next is much worse: 3.2145 against 2.6749, +20 %.",
+        source="section on FedPart",
+        runs=over_seeds(tier, runs),
+        panels=panels,
+        finding=finding,
+    )
 
 
 _NAMES: dict[Method, str] = {DILOCO: "DiLoCo", STREAMING: "Streaming"}
 
 
-@stated(
-    claim="At a fixed token budget loss rises with the number of replicas, with either batch held constant, "
-    "for DiLoCo and Streaming alike.",
-    source="Figure 11",
-)
-def num_replicas(tier: Tier) -> Parts:
+def num_replicas(tier: Tier) -> Experiment:
     """One to eight replicas, at a constant global batch and at a constant local one (Figure 11)."""
 
-    def runs(seed: int) -> LabelledConfigs:
+    def runs() -> Iterator[LabelledRun]:
         for method in _NAMES:
             for constant in ("global", "local"):
                 for replicas in (1, 2, 4, 8):
                     batch = 1 if constant == "global" else replicas / 2
-                    config = tier.run(method, num_replicas=replicas, seed=seed, batch=batch)
-                    yield {"method": method, "constant_batch": constant, "replicas": replicas}, config
+                    config = tier.run(method, num_replicas=replicas, batch=batch)
+                    yield LabelledRun({"method": method, "constant_batch": constant, "replicas": replicas}, config)
 
     def panels(rows: Sequence[Row]) -> list[Panel]:
         return [
@@ -392,21 +396,25 @@ def num_replicas(tier: Tier) -> Parts:
         )
         return Finding(f"M = 8 over M = 2: {listed}", all_of(*(gap.rises() for gap in gaps.values())))
 
-    return Parts(runs, panels, finding)
+    return Experiment(
+        name="num_replicas",
+        claim="At a fixed token budget loss rises with the number of replicas, with either batch held constant, "
+        "for DiLoCo and Streaming alike.",
+        source="Figure 11",
+        runs=over_seeds(tier, runs()),
+        panels=panels,
+        finding=finding,
+    )
 
 
-@stated(
-    claim="Loss rises slowly with H beyond 30, for DiLoCo and Streaming alike; to a low H Streaming is more "
-    "robust.",
-    source="Figure 12",
-)
-def sync_every(tier: Tier) -> Parts:
+def sync_every(tier: Tier) -> Experiment:
     """H, for DiLoCo and for Streaming DiLoCo, from 5 (Figure 12)."""
 
-    def runs(seed: int) -> LabelledConfigs:
-        for method in _NAMES:
-            for period in tier.sync_everies:
-                yield {"method": method, "H": period}, tier.run(method, seed=seed, sync_every=period)
+    runs = (
+        LabelledRun({"method": method, "H": period}, tier.run(method, sync_every=period))
+        for method in _NAMES
+        for period in tier.sync_everies
+    )
 
     def finding(rows: Sequence[Row]) -> Finding:
         first, second, *_, last = tier.sync_everies
@@ -430,12 +438,16 @@ def sync_every(tier: Tier) -> Parts:
         measured = f"over H = {middle}: {listed}; Streaming over DiLoCo at H = {middle}: {beside}"
         return Finding(measured, verdict)
 
-    return Parts(
-        runs,
-        lambda rows: [
+    return Experiment(
+        name="sync_every",
+        claim="Loss rises slowly with H beyond 30, for DiLoCo and Streaming alike; to a low H Streaming is more "
+        "robust.",
+        source="Figure 12",
+        runs=over_seeds(tier, runs),
+        panels=lambda rows: [
             Panel(title="", x_label="H, inner steps a round", x_log=True, curves=curves(rows, "H", "method"))
         ],
-        finding,
+        finding=finding,
     )
 
 
@@ -447,24 +459,17 @@ _COLUMNS = {
 """The column of the loss of each set of parameters."""
 
 
-@stated(
-    claim="The outer parameters are the best to evaluate (2.67), the replicas' average is close (2.68), one "
-    "replica's own are worse (2.77).",
-    source="Table 4",
-    with_accuracy=True,
-    parameters=("replica", "average"),
-)
-def evaluated_parameters(tier: Tier) -> Parts:
+def evaluated_parameters(tier: Tier) -> Experiment:
     """Losses of the outer parameters, a replica's own, and the average, at the end and halfway (Table 4)."""
     settings = [(replicas, at) for replicas in (2, 4) for at in ("end", "half")]
 
-    def runs(seed: int) -> LabelledConfigs:
+    def runs() -> Iterator[LabelledRun]:
         for replicas, at in settings:
-            config = tier.run(num_replicas=replicas, seed=seed)
+            config = tier.run(num_replicas=replicas)
             at_step = config.num_steps // 2 if at == "half" else None
             if at_step is not None:
                 config = replace(config, checkpoint=replace(config.checkpoint, every_steps=at_step))
-            yield {"replicas": replicas, "at": at}, config, at_step
+            yield LabelledRun({"replicas": replicas, "at": at}, config, at_step)
 
     def finding(rows: Sequence[Row]) -> Finding:
         over = {
@@ -486,7 +491,17 @@ def evaluated_parameters(tier: Tier) -> Parts:
         )
         return Finding(f"over the outer parameters: {listed}", all_of(*(gap.rises() for gap in over.values())))
 
-    return Parts(runs, _evaluated_panels, finding)
+    return Experiment(
+        name="evaluated_parameters",
+        claim="The outer parameters are the best to evaluate (2.67), the replicas' average is close (2.68), one "
+        "replica's own are worse (2.77).",
+        source="Table 4",
+        with_accuracy=True,
+        parameters=("replica", "average"),
+        runs=over_seeds(tier, runs()),
+        panels=_evaluated_panels,
+        finding=finding,
+    )
 
 
 def _evaluated_panels(rows: Sequence[Row]) -> list[Panel]:
@@ -520,18 +535,12 @@ def _accuracies(rows: Sequence[Row]) -> list[Panel]:
     return accuracy_panels(named, "evaluated", None, theirs, x_label="evaluated parameters")
 
 
-@stated(
-    claim="Loss hardly changes when τ differs between the replicas by a few steps.",
-    source="Figure 14",
-)
-def slack(tier: Tier) -> Parts:
+def slack(tier: Tier) -> Experiment:
     """Different τ on the two replicas (Figure 14)."""
-    pairs = ((1, 1), (1, 2), (1, 5), (1, 10), (5, 5), (5, 10), (10, 10))
-
-    def runs(seed: int) -> LabelledConfigs:
-        for pair in pairs:
-            config = tier.run(seed=seed, overlap_steps=pair[0] if pair[0] == pair[1] else pair)
-            yield {"tau_1": pair[0], "tau_2": pair[1]}, config
+    runs = (
+        LabelledRun({"tau_1": one, "tau_2": two}, tier.run(overlap_steps=one if one == two else (one, two)))
+        for one, two in ((1, 1), (1, 2), (1, 5), (1, 10), (5, 5), (5, 10), (10, 10))
+    )
 
     def finding(rows: Sequence[Row]) -> Finding:
         one = {"tau_1": 1, "tau_2": 1}
@@ -539,12 +548,15 @@ def slack(tier: Tier) -> Parts:
         listed = ", ".join(f"{gap} at τ = (1, {tau})" for tau, gap in gaps.items())
         return Finding(f"over τ = (1, 1): {listed}", gaps[5].at_most(0.01))
 
-    return Parts(
-        runs,
-        lambda rows: [
+    return Experiment(
+        name="slack",
+        claim="Loss hardly changes when τ differs between the replicas by a few steps.",
+        source="Figure 14",
+        runs=over_seeds(tier, runs),
+        panels=lambda rows: [
             Panel(title="τ of the first", x_label="τ of the second", curves=curves(rows, "tau_2", "tau_1"))
         ],
-        finding,
+        finding=finding,
     )
 
 
@@ -552,20 +564,14 @@ _PUBLISHED, _NEAR = (0.1, 0.0, -0.1), 0.05
 """The paper's cosines in the first tenth of training, halfway and in the last, read from its figure."""
 
 
-@stated(
-    claim="Outer gradients of two replicas are slightly correlated at first, about 0.1, nearly orthogonal for "
-    "most of training, and slightly opposed at its end, about −0.1; less correlated in larger models, and the "
-    "most in the first block.",
-    source="Figures 18 and 19",
-    with_curves=True,
-)
-def outer_cosine(tier: Tier) -> Parts:
+def outer_cosine(tier: Tier) -> Experiment:
     """The cosine between the replicas' outer gradients, over training and by block (Figures 18 and 19)."""
 
-    def runs(seed: int) -> LabelledConfigs:
-        for batch in tier.step_batches:
-            for size in tier.sizes:
-                yield {"size": size, "batch": batch}, tier.run(size=size, seed=seed, batch=batch)
+    runs = (
+        LabelledRun({"size": size, "batch": batch}, tier.run(size=size, batch=batch))
+        for batch in tier.step_batches
+        for size in tier.sizes
+    )
 
     def finding(rows: Sequence[Row]) -> Finding:
         curves_of_runs = [curve for row in finished(rows) if (curve := _curve(row))]
@@ -592,7 +598,17 @@ def outer_cosine(tier: Tier) -> Parts:
         is_complete = "agrees" if len(curves_of_runs) == num_runs else "cannot tell"
         return Finding(measured, all_of(is_complete, *map(common, (falls, smaller, first, near))))
 
-    return Parts(runs, lambda rows: _panels(tier, rows), finding)
+    return Experiment(
+        name="outer_cosine",
+        claim="Outer gradients of two replicas are slightly correlated at first, about 0.1, nearly orthogonal for "
+        "most of training, and slightly opposed at its end, about −0.1; less correlated in larger models, and the "
+        "most in the first block.",
+        source="Figures 18 and 19",
+        with_curves=True,
+        runs=over_seeds(tier, runs),
+        panels=lambda rows: _panels(tier, rows),
+        finding=finding,
+    )
 
 
 def _panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
@@ -633,7 +649,7 @@ def _over_training(tier: Tier, rows: Sequence[Row], column: str) -> dict[str, li
 
 
 def _falls_with_size(rows: Sequence[Row], tier: Tier) -> Iterable[bool]:
-    """For neighbouring sizes, at the same seed and batch: whether the larger has the lower mean over training."""
+    """For neighbouring sizes at one seed and batch: True if the larger has the lower mean cosine."""
     for batch, seed in itertools.product(tier.step_batches, tier.seeds):
         means = [_mean(chosen(rows, size=size, batch=batch, seed=seed)) for size in tier.sizes]
         for one, next_size in itertools.pairwise(means):

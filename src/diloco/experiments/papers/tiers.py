@@ -92,7 +92,6 @@ class Tier:
         *,
         size: str | None = None,
         num_replicas: int = 2,
-        seed: int = 0,
         tokens: float = 1.0,
         batch: float = 1.0,
         rate: float = 1.0,
@@ -105,7 +104,6 @@ class Tier:
             method: how the replicas are synchronized.
             size: a name in `sizes`, or in `overtrained`; None is the base.
             num_replicas: M, but for Data-Parallel.
-            seed: the run's.
             tokens: multiple of the size's token budget.
             batch: multiple of the size's batch; the learning rate grows with its square root, as suits AdamW.
             rate: multiple of the learning rate, beside that.
@@ -121,7 +119,6 @@ class Tier:
             config,
             method=method,
             num_replicas=self.data_parallel_replicas if is_baseline else num_replicas,
-            seed=seed,
             global_batch=global_batch,
             optimizer=replace(config.optimizer, learning_rate=learning_rate),
             num_tokens=num_steps * global_batch * config.sequence_length,

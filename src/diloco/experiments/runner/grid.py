@@ -8,7 +8,7 @@ finished or failed run is the file `result.json` in its directory.
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from diloco.training.config.resolve import identity
 from diloco.training.records.summary import SUMMARY_FILE
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LabelledRun:
     """A run of a grid."""
 
@@ -165,11 +165,16 @@ def make_job(
     is_alone = config.num_replicas == 1 or config.method == "data_parallel"
     return Job(
         config=placed,
-        tasks=tuple(task.absolute() for task in tasks),
+        tasks={_key(task): task.absolute() for task in tasks},
         parameters=() if is_alone else parameters,
         at_step=at_step,
         with_curves=with_curves and not is_alone,
     )
+
+
+def _key(task: Path) -> str:
+    """The name of a task and a digest of its questions; the job itself refuses a missing file."""
+    return f"{task.stem}-{file_digest(task)[:12] if task.is_file() else ''}"
 
 
 def run_name(config: TrainConfig) -> str:
@@ -223,14 +228,12 @@ def _absolute(source: str) -> str:
 
 def read_result(job: Job) -> dict[str, Any] | None:
     """The result that an earlier call left, if it holds everything that this job measures."""
-    result, tasks = read_results(job.directory), {task.stem for task in job.tasks}
+    result, tasks = read_results(job.directory), job.tasks.keys()
     if "failed" in result and (job.directory / SUMMARY_FILE).exists():
         return None  # it was finished by another command since
     if "columns" in result:  # adopted from a table
         return result if has_all_columns(result["columns"], job) else None
-    digests = result.get("questions", {})
-    changed = {task for task, digest in _question_digests(job).items() if digests.get(task) != digest}
-    scored = {name: set(scores["tasks"]) - changed for name, scores in result.get("evaluated", {}).items()}
+    scored = {name: scores["tasks"].keys() for name, scores in result.get("evaluated", {}).items()}
     has_all = all(job.key(name) in scored and tasks <= scored[job.key(name)] for name in job.parameters)
     has_all &= tasks <= scored.get(job.key("outer"), set())
     has_all &= job.at_step is None or job.key("outer") in scored
@@ -273,32 +276,12 @@ def _keep(job: Job, future: "Future[dict[str, Any]]") -> dict[str, Any]:
         if not result.pop("is_final") or "summary" in earlier or "columns" in earlier:
             return result
     else:
-        result |= _with_earlier_scores(result, earlier, job)
+        evaluated = earlier.get("evaluated", {})
+        for name, scores in result["evaluated"].items():
+            evaluated[name] = scores | {"tasks": evaluated.get(name, {}).get("tasks", {}) | scores["tasks"]}
+        result["evaluated"] = evaluated
     write_results(job.directory, result)
     return result
-
-
-def _with_earlier_scores(result: dict[str, Any], earlier: dict[str, Any], job: Job) -> dict[str, Any]:
-    """`evaluated` and `questions` of both results; without earlier scores of a file that has changed."""
-    digests, earlier_digests = _question_digests(job), earlier.get("questions", {})
-    same = {task: digest for task, digest in earlier_digests.items() if digests.get(task, digest) == digest}
-    evaluated = _without_tasks(earlier.get("evaluated", {}), earlier_digests.keys() - same.keys())
-    for name, scores in result["evaluated"].items():
-        earlier_tasks = evaluated.get(name, {}).get("tasks", {})
-        evaluated[name] = {**scores, "tasks": earlier_tasks | scores["tasks"]}
-    return {"evaluated": evaluated, "questions": same | digests}
-
-
-def _without_tasks(evaluated: Mapping[str, Any], tasks: Collection[str]) -> dict[str, Any]:
-    return {
-        name: {**scores, "tasks": {task: each for task, each in scores["tasks"].items() if task not in tasks}}
-        for name, scores in evaluated.items()
-    }
-
-
-def _question_digests(job: Job) -> dict[str, str]:
-    """SHA-256 of each file of questions, by the name of its task; the job itself refuses a missing file."""
-    return {task.stem: file_digest(task) if task.is_file() else "" for task in job.tasks}
 
 
 def differing_labels(labels: Mapping[Path, Mapping[str, Any]]) -> dict[Path, str]:

@@ -3,8 +3,9 @@
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, get_args
@@ -23,14 +24,14 @@ class Job:
 
     config: TrainConfig
     """The config as a user writes it, with the run's name and directory."""
-    tasks: tuple[Path, ...] = ()
-    """Files of questions, for the outer parameters and for those below."""
+    tasks: Mapping[str, Path] = field(default_factory=dict)
+    """Files of questions, for the outer parameters and for those below, by their name and a digest of them."""
     parameters: tuple[str, ...] = ()
     """`replica`, `average` or both: parameters to evaluate beside the outer ones."""
     at_step: int | None = None
     """The step of the checkpoint that is evaluated; None is the end."""
     with_curves: bool = False
-    """Whether the cosines between outer gradients are asked for as curves."""
+    """True if the cosines between outer gradients are asked for as curves."""
 
     @property
     def directory(self) -> Path:
@@ -112,7 +113,7 @@ def result_of(job: Job) -> dict[str, Any]:
     """Train what is left to train, evaluate, and return the result.
 
     It forks, and so is called before this process starts threads. The result of a failure is
-    `{"failed": the reason, "is_final": whether it would fail again}`.
+    `{"failed": the reason, "is_final": True if it would fail again}`.
     """
     # The process from which replicas are forked holds no lock.
     with prepared(), running(job.directory, waits=True):  # another grid may be at the same run
@@ -173,17 +174,16 @@ def _evaluate(job: Job) -> dict[str, Any]:
     from diloco.training.records.metrics import read_metrics
     from diloco.training.records.summary import SUMMARY_FILE, Summary
 
-    files = {task.stem: task for task in job.tasks}
     evaluated: dict[str, Any] = {}
     try:
         for name in get_args(Parameters):
             is_new = name != "outer" or job.at_step is not None  # else its loss is in the summary
-            if name in job.parameters or (name == "outer" and (files or is_new)):
+            if name in job.parameters or (name == "outer" and (job.tasks or is_new)):
                 evaluated[job.key(name)] = evaluate_run(
                     job.directory,
                     parameters=name,
                     at_step=job.at_step,
-                    tasks=files,
+                    tasks=job.tasks,
                     held_out=is_new,
                     prepared=resolve(job.config.data),  # another place than the one that the run was trained from
                 )

@@ -47,7 +47,6 @@ class _Result:
     summary: Summary | None = None
     evaluated: dict[str, _Scores] = field(default_factory=dict)
     outer_steps: tuple[OuterStepMetrics, ...] = ()
-    questions: dict[str, str] = field(default_factory=dict)
     is_final: bool | None = None
 
     def __post_init__(self) -> None:
@@ -105,8 +104,8 @@ def columns(result: Mapping[str, Any], job: Job) -> dict[str, Any]:
     row |= {f"eval_loss_{name}": result["evaluated"][job.key(name)]["eval_loss"] for name in job.parameters}
     for name in ("outer", *job.parameters):
         suffix = "" if name == "outer" else f"_{name}"
-        for task in job.tasks:
-            scores = result["evaluated"][job.key(name)]["tasks"][task.stem]
+        for key, task in job.tasks.items():
+            scores = result["evaluated"][job.key(name)]["tasks"][key]
             row |= {f"{task.stem}_{metric}{suffix}": value for metric, value in scores.items()}
     return row | _cosines(result, with_curves=job.with_curves)
 
@@ -127,7 +126,7 @@ def _is_asked_for(name: str, job: Job) -> bool:
 def _asked_for(job: Job) -> Iterator[str]:
     """The prefixes of the columns that a job asks for, beside those of every run."""
     yield from (f"eval_loss_{name}" for name in job.parameters)
-    for task in job.tasks:
+    for task in job.tasks.values():
         yield from (f"{task.stem}_acc", *(f"{task.stem}_acc_{name}" for name in job.parameters))
     if job.with_curves:
         yield from (CURVE, EMBEDDING_CURVE)
