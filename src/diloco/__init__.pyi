@@ -10,8 +10,8 @@ from diloco.errors import NonFiniteError as NonFiniteError
 from diloco.errors import PayloadError as PayloadError
 from diloco.errors import UserError as UserError
 from diloco.exchange.connect import connect as connect
-from diloco.exchange.loopback import LoopbackExchange as LoopbackExchange
 from diloco.exchange.process_group import ProcessGroupExchange as ProcessGroupExchange
+from diloco.exchange.transport import LoopbackExchange as LoopbackExchange
 from diloco.fragments import Fragment as Fragment
 from diloco.fragments import sequential as sequential
 from diloco.fragments import strided as strided

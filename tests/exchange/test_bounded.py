@@ -48,15 +48,15 @@ def pid_of_the_first(folder: str) -> int:
 
 def start_in_vain(moment: str, how: str, secret: str | None, folder: str) -> tuple[str, tuple[int, ...]]:
     """The error of replica 1, while replica 0 goes no further than to some moment of the start."""
-    is_first, ask, in_the_clear = os.environ["DILOCO_REPLICA"] == "0", meeting.ask, connecting._in_the_clear
+    is_first, ask, in_the_clear = os.environ["DILOCO_REPLICA"] == "0", meeting.ask, connecting._InTheClear
 
     def ask_until_the_end(deadline: float, call: object, *arguments: object) -> object:
         if is_first:
             Path(folder, "has come").touch()
-        elif moment == "comparing" and arguments == (["facts/2/0"],):
+        elif moment == "comparing" and arguments == (["arrivals/2/0"],):
             pid_of_the_first(folder)
         answer = ask(deadline, call, *arguments)
-        if is_first and moment == "comparing" and arguments == (["facts/1/0"],) and answer:
+        if is_first and moment == "comparing" and arguments == (["arrivals/1/0"],) and answer:
             end(how, folder)
         return answer
 
@@ -68,7 +68,7 @@ def start_in_vain(moment: str, how: str, secret: str | None, folder: str) -> tup
 
     meeting.ask = ask_until_the_end
     if is_first:
-        connecting._in_the_clear, connecting._exchange = open_and_end, lambda *_: end(how, folder)
+        connecting._InTheClear, connecting._exchange = open_and_end, lambda *_: end(how, folder)
     else:
         wait_for_files(Path(folder, "pid" if moment == "listening" else "has come"))
     with pytest.raises(diloco.ExchangeError) as caught:

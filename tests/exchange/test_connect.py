@@ -185,7 +185,7 @@ def test_a_replica_that_has_come_already_is_refused():
 
 def test_a_job_that_spans_replicas_is_refused():
     for message in run_replicas(one_job_of_two_replicas, 2, joined=False):
-        assert "are processes of one job" in message and "start one torchrun a replica" in message
+        assert "are processes of one job" in message and "start one torchrun per replica" in message
 
 
 def one_job_of_two_replicas() -> str:

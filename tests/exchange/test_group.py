@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from tests.processes import run_replicas
 
-from diloco.exchange.group import OneProcess, TorchGroup
+from diloco.exchange.group import TorchGroup
+from diloco.exchange.transport import OneProcess
 
 
 def together() -> tuple[list[float], list[float], float]:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -95,8 +94,7 @@ def test_the_notice_of_an_earlier_finish_stops_nobody(has_finished_before):
     if has_finished_before:
         with mine.finishing(8):
             pass
-    waiting = SimpleNamespace(tag=Tag(Channel.PAYLOAD, step=12), interrupt=reasons.append)
-    with theirs.finishing(8), mine.watching(waiting):
+    with theirs.finishing(8), mine.watching(Tag(Channel.PAYLOAD, step=12), reasons.append):
         mine.look()
     assert bool(reasons) != has_finished_before
 

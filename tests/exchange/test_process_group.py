@@ -14,9 +14,8 @@ from tests.processes import run_replicas, wait_for_end, wait_for_files
 import diloco
 from diloco.errors import DisagreementError, ExchangeError
 from diloco.exchange import process_group as gloo
-from diloco.exchange.loopback import LoopbackExchange
 from diloco.exchange.process_group import ProcessGroupExchange
-from diloco.exchange.transport import Channel, Tag, Transport, agree, share
+from diloco.exchange.transport import Channel, LoopbackExchange, Tag, Transport, agree, share
 
 KEYS = list(product((0, 1, 40), (1, 90_000), (0, 1)))
 """(fragment, round, phase) of exchanges that are in flight together."""

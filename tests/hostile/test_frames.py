@@ -5,7 +5,6 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -119,7 +118,7 @@ def test_two_ends_that_differ_in_the_length_say_so(security):
 )
 def test_the_board_takes_only_requests(text):
     board = OwnBoard()
-    board.ask(Request("set", "words", b"not a number"))
+    board.ask(Request("compare_set", "words", b"not a number"))
     with suppress(ValueError):
         board.ask(msgspec.msgpack.decode(text, type=Request))
 
@@ -128,12 +127,12 @@ def test_the_board_is_bounded():
     board = OwnBoard()
     with pytest.raises(ValueError, match="the board is full"):
         for i in range(1000):
-            board.ask(Request("set", str(i), bytes(1 << 20)))
+            board.ask(Request("compare_set", str(i), bytes(1 << 20)))
     assert board._num_bytes <= 1 << 26
     many = OwnBoard()
     with pytest.raises(ValueError, match="the board is full"):
         for i in range((1 << 16) + 1):
-            many.ask(Request("set", str(i)))
+            many.ask(Request("compare_set", str(i)))
     assert len(many._values) == 1 << 16
 
 
@@ -208,20 +207,23 @@ def test_a_huge_announcement_takes_no_memory():
         share(Told((1 << 60).to_bytes(8, "little")), [1])
 
 
-@pytest.mark.parametrize("text", [*HOSTILE_TEXTS, b'{"finish": "x", "step": 3}', b'{"finish": 0}'], ids=range(11))
+@pytest.mark.parametrize("text", [*HOSTILE_TEXTS, b"", b"1.5"], ids=range(11))
 def test_hostile_notices_end_the_wait(text):
     store = dist.HashStore()
     notices = Notices(store, 0, 2, 2)
-    store.set("finishing/1", text)
+    store.set("finish/0/1", text)
     reasons: list[str] = []
-
-    class Waiting:
-        tag = Tag(Channel.PAYLOAD, 0, 1, step=5)
-        interrupt: Callable[[str], None] = staticmethod(reasons.append)
-
-    with notices.watching(Waiting()):
+    with notices.watching(Tag(Channel.PAYLOAD, 0, 1, step=5), reasons.append):
         notices.look()
     assert "replica 1 posted a notice that this version can't read" in reasons[0]
+
+
+ARRIVAL = {"num_replicas": 2, "leader": False, "num_connections": 1, "processes_per_replica": 1}
+ARRIVAL |= {"job": None, "process": "f00d"}
+
+
+def test_an_arrival_is_read():
+    assert meeting._arrival(json.dumps(ARRIVAL).encode(), 1).processes_per_replica == 1
 
 
 def test_a_hostile_failure_is_short_and_obeys_no_terminal():
@@ -234,18 +236,24 @@ def test_a_hostile_failure_is_short_and_obeys_no_terminal():
 
 @pytest.mark.parametrize(
     "text",
-    [*HOSTILE_TEXTS, b'{"leader": true, "size": 1e9, "job": null}', b'{"leader": [], "size": 1, "job": null}']
-    + [b'{"leader": false, "size": %d, "job": null}' % size for size in (-1, 0, 1 << 20)],
+    HOSTILE_TEXTS
+    + [
+        json.dumps(ARRIVAL | changed).encode()
+        for changed in (
+            *({"processes_per_replica": size} for size in (-1, 0, 1 << 20, 1e9, None)),
+            *({"leader": []}, {"job": 3}, {"more": 1}),
+        )
+    ],
 )
 def test_hostile_arrivals_are_refused(text):
     with pytest.raises(ExchangeError, match="replica 1 came with facts that this version does not know"):
-        meeting._arrival(text, 1, {"leader": False})
+        meeting._arrival(text, 1)
 
 
 @pytest.mark.parametrize("text", ["", "nowhere", "host:port", "host:²", f"{'x' * 400}:1", "host:-1"])
 def test_addresses_that_are_none_are_not_dialled(text):
     board = OwnBoard()
-    board.set("process 0/0", text)
+    board.compare_set("process 0/0", "", text)
     with pytest.raises(ValueError, match="is no address"):
         _address(board, "process 0/0", 0.0)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diloco.errors import CheckpointError, CheckpointWriteError
-from diloco.exchange.group import OneProcess
+from diloco.exchange.transport import OneProcess
 from diloco.training.records import checkpoints as checkpoints_module
 from diloco.training.records.checkpoints import Checkpoints
 
@@ -128,7 +128,7 @@ def test_files_that_another_process_wrote_elsewhere_are_missed(checkpoints, tmp_
 _FULL_DISK = """
 import resource, sys, torch
 from pathlib import Path
-from diloco.exchange.group import OneProcess
+from diloco.exchange.transport import OneProcess
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.errors import CheckpointWriteError
 

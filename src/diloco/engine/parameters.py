@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from diloco.engine.guards import MergeWatch, sample
 from diloco.errors import UserError
-from diloco.exchange.group import OneProcess, TorchGroup
-from diloco.exchange.transport import Group
+from diloco.exchange.group import TorchGroup
+from diloco.exchange.transport import Group, OneProcess
 from diloco.fragments import Fragment, block_spans
 from diloco.outer.digest import parameters_hash
 from diloco.wire.kernels.memory import empty

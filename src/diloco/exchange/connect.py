@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 from diloco.errors import ExchangeError, UserError
 from diloco.exchange.leader import LeaderExchange
-from diloco.exchange.loopback import LoopbackExchange
 from diloco.exchange.meeting import SECONDS_FOR_THE_LAST_ANSWER, Meeting, Way, listen, this_site
 from diloco.exchange.notices import Notices, first_sentence, within
 from diloco.exchange.private_torch import gloo_backend
 from diloco.exchange.process_group import Backend, GroupExchange, check_num_connections, check_timeout
-from diloco.exchange.transport import Transport
+from diloco.exchange.transport import LoopbackExchange, Transport
 
 _LOG = logging.getLogger("diloco")
 
@@ -49,7 +48,7 @@ def connect(
         num_connections: TCP connections between two processes, as of `ProcessGroupExchange`.
         secret: at least 16 random characters, the same for all; None is DILOCO_SECRET. With a secret, or with
             certificates, all that this exchange sends is encrypted (TLS 1.3), and only who has them can take part.
-            Without, whoever reaches the address can read and join.
+            Without, everybody who reaches the address can read and join.
         certificates: instead of a secret, a directory with tls.crt and tls.key, this process's certificate and
             key, and ca.crt, the authority that signed the certificates of all, in PEM; None is
             DILOCO_CERTIFICATES.
@@ -68,15 +67,13 @@ def connect(
         secret, certificates = os.environ.get("DILOCO_SECRET"), os.environ.get("DILOCO_CERTIFICATES")
     meeting = Meeting(address, replica, num_replicas, this_site(), timeout_seconds)
     if secret is None and certificates is None:
-        way = _in_the_clear(meeting, timeout_seconds)
+        way = _InTheClear(meeting, timeout_seconds)
     else:
         # Without a proof, neither TLS nor the library of its keys is loaded.
-        from diloco.exchange.encrypted.session import encrypted
+        from diloco.exchange.encrypted.session import Session
 
-        way = encrypted(meeting, secret, certificates, timeout_seconds)
-    processes = None if leader else meeting.site.size
-    facts = {"num_replicas": num_replicas, "leader": leader, "num_connections": num_connections}
-    meeting.compare(way, facts | {"processes a replica": processes})
+        way = Session(meeting, secret, certificates, timeout_seconds)
+    meeting.compare(way, leader=leader, num_connections=num_connections)
     return _exchange(way, meeting, leader, num_connections, timeout_seconds)
 
 
@@ -101,52 +98,37 @@ def _exchange(way: Way, meeting: Meeting, leader: bool, num_connections: int, ti
     )
 
 
-def _in_the_clear(meeting: Meeting, timeout_seconds: float) -> "_InTheClear":
-    """The way of gloo, whose store is torch's own."""
-    host, port = meeting.host_and_port
-    timeout = timedelta(seconds=timeout_seconds)
-    if meeting.is_host:
-        listener, own_address = listen(host, port)
-        store = dist.TCPStore(
-            *(own_address, port),
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=listener.detach(),
-        )
-    else:
-        with meeting.reach(partial(socket.create_connection, (host, port), timeout=5)) as connection:
-            own_address = connection.getsockname()[0]
-        quickly = min(timeout, timedelta(seconds=_SECONDS_TO_ANSWER))
-        # torch waits between tries, longer each time, beyond its timeout.
-        seconds = 2 * quickly.total_seconds() + SECONDS_FOR_THE_LAST_ANSWER
-        try:
-            store = within(seconds, dist.TCPStore, host, port, wait_for_workers=False, timeout=quickly)
-        except TimeoutError:
-            raise ExchangeError(
-                f"replica 0 listens at {meeting.address} and does not answer: its process or its machine stands "
-                "still",
-                (0,),
-            ) from None
-        except RuntimeError:
-            raise ExchangeError(
-                f"what listens at {meeting.address} is no replica 0 without a secret: give this replica the "
-                "same secret (DILOCO_SECRET), or check the address",
-                (0,),
-            ) from None
-        store.set_timeout(timeout)
-    return _InTheClear(dist.PrefixStore("diloco", store), own_address, timeout_seconds)
-
-
 class _InTheClear:
-    """The way of gloo, on the network interface of an address; torch.distributed does not know of its backends."""
+    """The connections of gloo, on the network interface of an address, and torch's own store: a `Way`.
+
+    torch.distributed does not know of its backends.
+
+    Raises:
+        ExchangeError: if replica 0 stands still, or has a secret.
+    """
 
     refused = None
 
-    def __init__(self, store: dist.PrefixStore, address: str, timeout_seconds: float) -> None:
-        self.store, self._address, self._timeout_seconds = store, address, timeout_seconds
-        if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-            _warn_of_no_secret(address)
+    def __init__(self, meeting: Meeting, timeout_seconds: float) -> None:
+        self._timeout_seconds, timeout = timeout_seconds, timedelta(seconds=timeout_seconds)
+        host, port = meeting.host_and_port
+        if meeting.is_host:
+            listener, self._address = listen(host, port)
+            store = dist.TCPStore(
+                *(self._address, port),
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timeout,
+                master_listen_fd=listener.detach(),
+            )
+        else:
+            with meeting.reach(partial(socket.create_connection, (host, port), timeout=5)) as connection:
+                self._address = connection.getsockname()[0]
+            store = _store_of_replica_0(meeting, min(timeout, timedelta(seconds=_SECONDS_TO_ANSWER)))
+            store.set_timeout(timeout)
+        self.store = dist.PrefixStore("diloco", store)
+        if not ipaddress.ip_address(self._address.partition("%")[0]).is_loopback:
+            _warn_of_no_secret(self._address)
 
     def backend(self, name: str, rank: int, size: int, *, member: str = "replica") -> Backend:
         """A backend of the processes that give the same name."""
@@ -164,16 +146,34 @@ class _InTheClear:
         """Do nothing: gloo closes the backends that nobody uses."""
 
 
+def _store_of_replica_0(meeting: Meeting, timeout: timedelta) -> dist.Store:
+    host, port = meeting.host_and_port
+    # torch waits between tries, longer each time, beyond its timeout.
+    seconds = 2 * timeout.total_seconds() + SECONDS_FOR_THE_LAST_ANSWER
+    try:
+        return within(seconds, dist.TCPStore, host, port, wait_for_workers=False, timeout=timeout)
+    except TimeoutError:
+        raise ExchangeError(
+            f"replica 0 listens at {meeting.address} and does not answer: its process or its machine stands still",
+            (0,),
+        ) from None
+    except RuntimeError:
+        raise ExchangeError(
+            f"what listens at {meeting.address} is no replica 0 without a secret: give this replica the same "
+            "secret (DILOCO_SECRET), or check the address",
+            (0,),
+        ) from None
+
+
 _SECONDS_TO_ANSWER = 10.0
-
-
 _SECONDS_FOR_GLOOS_ERROR = 1.0
 
 
 @cache
 def _warn_of_no_secret(address: str) -> None:
     _LOG.warning(
-        "whoever reaches %s can read this run and join it: give diloco.connect a secret, or set DILOCO_SECRET",
+        "everybody who reaches %s can read this run and join it: give diloco.connect a secret, or set "
+        "DILOCO_SECRET",
         address,
     )
 

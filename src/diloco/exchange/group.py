@@ -1,7 +1,7 @@
-"""The processes of one replica: the group that a sharded model's mesh has, or one process alone."""
+"""The processes of one replica, in a group of torch.distributed such as a sharded model's mesh has."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -10,27 +10,6 @@ from torch import Tensor
 from diloco.errors import ExchangeError
 from diloco.exchange.private_torch import timeout_seconds_of
 from diloco.exchange.process_group import group_like
-
-
-class OneProcess:
-    """A replica that is one process: there is nobody to talk to."""
-
-    index, size = 0, 1
-
-    def broadcast(self, values: Tensor) -> Tensor:
-        """The values."""
-        return values
-
-    def reduce(self, values: Tensor, *, largest: bool = False) -> Tensor:
-        """The values."""
-        return values
-
-    def barrier(self) -> None:
-        """Wait for nobody."""
-
-    def fail_together(self, another: str) -> AbstractContextManager[None]:
-        """A context that does nothing."""
-        return nullcontext()
 
 
 class TorchGroup:

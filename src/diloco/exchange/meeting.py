@@ -1,13 +1,14 @@
 """The start of an exchange between jobs: all meet at the store of replica 0, and compare their settings."""
 
-import json
 import os
+import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
+import msgspec
 import torch.distributed as dist
 
 from diloco.errors import ExchangeError, UserError
@@ -85,6 +86,20 @@ class Way(Protocol):
         ...
 
 
+class Arrival(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The facts that a process writes into the store when it comes; the settings must be the same for all."""
+
+    num_replicas: int
+    leader: bool
+    num_connections: int
+    processes_per_replica: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    """The number of processes of its replica; the same for all where they have no leader."""
+    job: str | None
+    """`Site.job`."""
+    process: str
+    """A number of the process that no other one has."""
+
+
 S = TypeVar("S", bound=socket.socket)
 
 
@@ -123,7 +138,7 @@ class Meeting:
         """True in the process that holds the store: the first of replica 0."""
         return self.replica == 0 and self.site.rank == 0
 
-    def compare(self, way: Way, facts: Mapping[str, object]) -> None:
+    def compare(self, way: Way, *, leader: bool, num_connections: int) -> None:
         """Wait for every process of every replica, and compare what they believe.
 
         Raises:
@@ -131,26 +146,32 @@ class Meeting:
             ExchangeError: if one does not come in time, or replica 0 is gone or stands still.
         """
         store, deadline = way.store, self.deadline + SECONDS_FOR_THE_LAST_ANSWER
-        mine = f"{self.replica}/{self.site.rank}"
-        if ask(deadline, store.add, f"arrivals/{mine}", 1) > 1:
+        mine = Arrival(
+            num_replicas=self.num_replicas,
+            leader=leader,
+            num_connections=num_connections,
+            processes_per_replica=self.site.size,
+            job=self.site.job,
+            process=secrets.token_hex(8),
+        )
+        text = msgspec.json.encode(mine).decode()
+        if ask(deadline, store.compare_set, _key(self.replica, self.site.rank), "", text) != text.encode():
             raise UserError(
                 f"process {self.site.rank} of replica {self.replica} has come to {self.address} already: give "
                 "each replica a number of its own, and start the others anew with replica 0",
                 "replica",
             )
-        my_facts = json.dumps({**facts, "size": self.site.size, "job": self.site.job})
-        ask(deadline, store.set, f"facts/{mine}", my_facts)
         waiting = {(replica, 0) for replica in range(self.num_replicas)}
 
         def missing() -> str:
             for replica, rank in sorted(waiting):
-                if ask(deadline, store.check, [f"facts/{replica}/{rank}"]):
+                if ask(deadline, store.check, [_key(replica, rank)]):
                     waiting.remove((replica, rank))
                     if rank == 0:
-                        theirs = _arrival(ask(deadline, store.get, f"facts/{replica}/0"), replica, facts)
-                        self._check(replica, facts, theirs)
-                        self.sizes[replica] = theirs["size"]
-                        waiting.update((replica, other) for other in range(1, theirs["size"]))
+                        theirs = _arrival(ask(deadline, store.get, _key(replica, 0)), replica)
+                        self._check(replica, mine, theirs)
+                        self.sizes[replica] = size = theirs.processes_per_replica
+                        waiting.update((replica, other) for other in range(1, size))
             return ", ".join(
                 f"process {rank} of replica {replica}" if rank else f"replica {replica}"
                 for replica, rank in sorted(waiting)[:_MOST_NAMES]
@@ -163,18 +184,19 @@ class Meeting:
                 raise
             raise ExchangeError(f"{error} (refused: {way.refused})", error.missing) from None
 
-    def _check(self, replica: int, mine: Mapping[str, object], theirs: Mapping[str, Any]) -> None:
-        for name, value in mine.items():
-            if theirs[name] != value:
+    def _check(self, replica: int, mine: Arrival, theirs: Arrival) -> None:
+        names = ("num_replicas", "leader", "num_connections", "processes_per_replica")
+        for name in names[:-1] if mine.leader else names:
+            if getattr(theirs, name) != getattr(mine, name):
                 raise UserError(
-                    f"replica {self.replica} was started with {name}={value}, and replica {replica} with "
-                    f"{name}={theirs[name]}: start all with the same",
+                    f"replica {self.replica} was started with {name}={getattr(mine, name)}, and replica {replica} "
+                    f"with {name}={getattr(theirs, name)}: start all with the same",
                     name,
                 )
-        if replica != self.replica and self.site.job is not None and theirs["job"] == self.site.job:
+        if replica != self.replica and mine.job is not None and theirs.job == mine.job:
             raise UserError(
-                f"replicas {self.replica} and {replica} are processes of one job, {self.site.job}, which "
-                "averages their gradients: start one torchrun a replica; for replicas inside one job there is "
+                f"replicas {self.replica} and {replica} are processes of one job, {mine.job}, which "
+                "averages their gradients: start one torchrun per replica; for replicas inside one job there is "
                 "ProcessGroupExchange",
                 "replica",
             )
@@ -210,37 +232,27 @@ class Meeting:
 
 SECONDS_FOR_THE_LAST_ANSWER = 1.0
 """The time by which a store may answer later than the meeting ends."""
-
-
-_MOST_PROCESSES = 1 << 16
-
-
 _MOST_NAMES = 8
 
 
-def _arrival(text: bytes, replica: int, facts: Mapping[str, object]) -> dict[str, Any]:
+def _key(replica: int, rank: int) -> str:
+    return f"arrivals/{replica}/{rank}"
+
+
+def _arrival(text: bytes, replica: int) -> Arrival:
     """The facts of another process's arrival.
 
     Raises:
         ExchangeError: if the text is not that.
     """
     try:
-        arrival = json.loads(text)
-    except (ValueError, RecursionError):
-        arrival = None
-    if (
-        not isinstance(arrival, dict)
-        or arrival.keys() != {*facts, "size", "job"}
-        or any(not isinstance(arrival[name], int | None) for name in facts)
-        or not (type(arrival["size"]) is int and 1 <= arrival["size"] <= _MOST_PROCESSES)
-        or not isinstance(arrival["job"], str | None)
-    ):
+        return msgspec.json.decode(text, type=Arrival)
+    except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
         raise ExchangeError(
             f"replica {replica} came with facts that this version does not know: install the same version "
             "of diloco everywhere, and keep others from the address with a secret",
             (replica,),
-        )
-    return arrival
+        ) from None
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:

@@ -1,7 +1,7 @@
 """Notices of the replicas beside their payloads: that one has failed, or at which step one finishes.
 
 They lie in the store of the process group. While something is in flight, each process looks there twice a second,
-and wakes up whoever waits for what will never come.
+and ends the waits for what will never come. A thread looks: a wait of gloo can be ended, but not polled.
 """
 
 import atexit
@@ -11,17 +11,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from threading import Event, Thread, current_thread
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
-import msgspec
 import torch.distributed as dist
 
 from diloco.errors import ExchangeError
 from diloco.exchange.transport import Store, Tag
 
 P = ParamSpec("P")
-
-
 T = TypeVar("T")
 
 
@@ -75,26 +72,6 @@ def first_sentence(error: Exception) -> str:
 _SHORTEST_SECONDS = 0.1
 
 
-class _Finish(msgspec.Struct):
-    finish: int
-    """Number of finishes that the replica has completed."""
-    step: int
-    """The last step after which it sends something."""
-
-
-class Waiting(Protocol):
-    """A wait for messages, which can be ended."""
-
-    @property
-    def tag(self) -> Tag:
-        """The exchange waited for."""
-        ...
-
-    def interrupt(self, reason: str) -> None:
-        """End the wait with an error."""
-        ...
-
-
 class Notices:
     """The notices of one exchange.
 
@@ -120,7 +97,7 @@ class Notices:
         self._store: Store = store
         self._on_close = on_close
         self._replica, self._num_replicas, self._num_processes = replica, num_replicas, num_processes
-        self._waiting: list[Waiting] = []
+        self._waiting: list[tuple[Tag, Callable[[str], None]]] = []
         self._num_finishes = 0
         self._in_flight = False
         self._ended = Event()
@@ -149,24 +126,22 @@ class Notices:
     @contextmanager
     def finishing(self, step: int) -> Iterator[None]:
         """Post that this replica sends nothing after a step until all have come so far."""
-        # The count tells this finish from earlier ones, whose notices stay.
-        notice = msgspec.json.encode(_Finish(self._num_finishes, step)).decode()
         if self._num_processes > 1:
             deadline = time.monotonic() + _SECONDS_TO_BE_READ
             with suppress(RuntimeError):  # a store that is gone took a replica with it, whom the next wait names
-                ask(deadline, self._store.set, f"finishing/{self._replica}", notice)
+                ask(deadline, self._store.compare_set, self._finish(self._replica), "", str(step))
         yield
         self._num_finishes += 1
         self._in_flight = False
 
     @contextmanager
-    def watching(self, waiting: Waiting) -> Iterator[None]:
-        """Interrupt a wait when a notice says that it is in vain."""
-        self._waiting.append(waiting)
+    def watching(self, tag: Tag, interrupt: Callable[[str], None]) -> Iterator[None]:
+        """Call `interrupt` with the reason when a notice says that a wait for an exchange is in vain."""
+        self._waiting.append((tag, interrupt))
         try:
             yield
         finally:
-            self._waiting.remove(waiting)
+            self._waiting.remove((tag, interrupt))
 
     def expect(self) -> None:
         """Start to look for notices: something is in flight."""
@@ -184,27 +159,31 @@ class Notices:
             if self.failure is None and self._store.check(["failure"]):
                 self.failure = _readable(self._store.get("failure"))
                 self._store.add("readers", 1)
-            for waiting in list(self._waiting):
-                if (reason := self.failure or self._never_comes(waiting.tag)) is not None:
-                    waiting.interrupt(reason)
+            for tag, interrupt in list(self._waiting):
+                if (reason := self.failure or self._never_comes(tag)) is not None:
+                    interrupt(reason)
         except RuntimeError:
             self._in_flight = False  # the store is gone: so are the connections to the process that held it
 
+    def _finish(self, replica: int) -> str:
+        """The key of a replica's present finish; the notices of earlier ones stay under keys of their own."""
+        return f"finish/{self._num_finishes}/{replica}"
+
     def _never_comes(self, tag: Tag) -> str | None:
-        """The reason why an exchange will not take place"""
+        """The reason why an exchange will not take place."""
         if not tag.step:
             return None
         for replica in range(self._num_replicas):
-            key = f"finishing/{replica}"
+            key = self._finish(replica)
             if replica == self._replica or not self._store.check([key]):
                 continue
             try:
-                notice = _FINISHES.decode(self._store.get(key))
-            except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
+                last_step = int(self._store.get(key))
+            except ValueError:
                 return f"replica {replica} posted a notice that this version can't read"
-            if notice.finish == self._num_finishes and notice.step < tag.step:
+            if last_step < tag.step:
                 return (
-                    f"replica {replica} called finish() after step {notice.step}, and this replica waits for "
+                    f"replica {replica} called finish() after step {last_step}, and this replica waits for "
                     f"what is sent after step {tag.step}: let all replicas take the same number of steps"
                 )
         return None
@@ -217,8 +196,8 @@ class Notices:
     def close(self) -> None:
         """End the thread that looks, and every wait, and let go of the store."""
         self._ended.set()
-        for waiting in list(self._waiting):
-            waiting.interrupt("this process ends")
+        for _, interrupt in list(self._waiting):
+            interrupt("this process ends")
         deadline = time.monotonic() + _SECONDS_TO_BE_READ
         while self._waiting and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -250,15 +229,8 @@ class WithNotices:
         return self._notices.finishing(step)
 
 
-_FINISHES = msgspec.json.Decoder(_Finish)
-
-
 _LONGEST_FAILURE = 4000
-
-
 _SECONDS_BETWEEN_LOOKS = 0.5
-
-
 _SECONDS_TO_BE_READ = 3.0
 
 

@@ -36,8 +36,8 @@ class Messages:
         tag: the exchange that errors name.
         timeout_seconds: how long `wait` waits at the most.
         notices: they end a wait that is in vain.
-        answers: the record of when each replica answered.
-        in_replica: the messages go between the processes of this replica, which then take the place of replicas.
+        answers: the record of when each replica answered; None for messages between the processes of this replica,
+            which then take the place of replicas.
     """
 
     def __init__(
@@ -47,9 +47,7 @@ class Messages:
         tag: Tag,
         timeout_seconds: float,
         notices: Notices,
-        answers: Answers,
-        *,
-        in_replica: bool = False,
+        answers: Answers | None,
     ) -> None:
         self.tag = tag
         """The exchange."""
@@ -58,10 +56,9 @@ class Messages:
         self._timeout_seconds = timeout_seconds
         self._notices = notices
         self._answers = answers
-        self._in_replica = in_replica
         self._waits: list[tuple[int, Callable[[float], None]]] = []
         self._missing: dict[int, str] = {}
-        # Kept alive: the transport reads from them until all is sent.
+        self._sent: list[Tensor] = []  # kept alive: the transport reads from them until all is sent
         self.outgoing = {replica: payload.to(device) for replica, payload in sorted(payloads.items())}
         """The messages sent, by replica."""
         self.incoming = {
@@ -73,6 +70,17 @@ class Messages:
     def add(self, replica: int, wait: Callable[[float], None]) -> None:
         """Add a message from or to a replica; `wait(seconds)` returns when it is over, or raises."""
         self._waits.append((replica, wait))
+
+    def send(self, backend: "Backend", payload: Tensor, replica: int) -> None:
+        """Start to send a message to a replica."""
+        self._sent.append(payload)
+        with self.blaming(replica):
+            self.add(replica, partial(wait_for, backend.send([payload], replica, tag_bits(self.tag))))
+
+    def receive(self, backend: "Backend", buffer: Tensor, replica: int) -> None:
+        """Start to receive a message from a replica."""
+        with self.blaming(replica):
+            self.add(replica, partial(wait_for, backend.recv([buffer], replica, tag_bits(self.tag))))
 
     @contextmanager
     def blaming(self, replica: int) -> Iterator[None]:
@@ -90,7 +98,7 @@ class Messages:
         """
         deadline = time.monotonic() + self._timeout_seconds
         lateness_seconds: dict[int, float] = {}
-        with self._notices.watching(self):
+        with self._notices.watching(self.tag, self.interrupt):
             while self._waits:
                 replica, wait = self._waits[0]
                 start = time.monotonic()
@@ -99,11 +107,12 @@ class Messages:
                     wait(0.01 if self.interruption else max(deadline - start, 0.01))
                     now = time.monotonic()
                     lateness_seconds[replica] = lateness_seconds.get(replica, 0.0) + now - start
-                    self._answers.heard_at = {**self._answers.heard_at, replica: now}
+                    if self._answers is not None:
+                        self._answers.heard_at = {**self._answers.heard_at, replica: now}
                 del self._waits[0]
         if self._missing:
             raise self._error()
-        if self.tag.channel is Channel.PAYLOAD:
+        if self._answers is not None and self.tag.channel is Channel.PAYLOAD:
             self._answers.lateness_seconds = lateness_seconds
         return self.incoming
 
@@ -116,15 +125,15 @@ class Messages:
 
     def _error(self) -> ExchangeError:
         """The error of messages that did not come, with its cause where a replica has posted it."""
-        missing = () if self._in_replica else tuple(sorted(self._missing))
+        missing = () if self._answers is None else tuple(sorted(self._missing))
         deadline = time.monotonic() + _SECONDS_FOR_THE_CAUSE
         while self.interruption is None and self._notices.failure is None and time.monotonic() < deadline:
             with suppress(TimeoutError):  # the store's process stands still
                 within(deadline - time.monotonic(), self._notices.look)
-            time.sleep(0.05)  # whoever fails closes its connections a moment before it says why
+            time.sleep(0.05)  # a replica that fails closes its connections a moment before it says why
         if (cause := self.interruption or self._notices.failure) is not None:
             return ExchangeError(f"{self.tag}: {cause}", missing)
-        member = "process {} of this replica" if self._in_replica else "replica {}"
+        member = "process {} of this replica" if self._answers is None else "replica {}"
         names = ", ".join(f"{member.format(i)} ({self._missing[i]})" for i in sorted(self._missing))
         return ExchangeError(f"{self.tag}: no payload from or to {names}", missing)
 
@@ -168,15 +177,12 @@ class Backend(Protocol):
 
 def post_gloo(messages: Messages, backends: list[Backend]) -> None:
     """Post every receive, then every send; a large payload is cut into a chunk for each backend."""
-    tag = tag_bits(messages.tag)
     for replica, buffer in messages.incoming.items():
-        with messages.blaming(replica):
-            for backend, chunk in _chunks(buffer, backends):
-                messages.add(replica, partial(wait_for, backend.recv([chunk], replica, tag)))
+        for backend, chunk in _chunks(buffer, backends):
+            messages.receive(backend, chunk, replica)
     for replica, payload in messages.outgoing.items():
-        with messages.blaming(replica):
-            for backend, chunk in _chunks(payload, backends):
-                messages.add(replica, partial(wait_for, backend.send([chunk], replica, tag)))
+        for backend, chunk in _chunks(payload, backends):
+            messages.send(backend, chunk, replica)
 
 
 def group_like(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup:
@@ -227,7 +233,7 @@ def post_nccl(messages: Messages, group: dist.ProcessGroup) -> None:
         dist.P2POp(dist.isend, payload, group=group, group_peer=replica)
         for replica, payload in messages.outgoing.items()
     ]
-    # nccl answers for all messages at once: whoever is late may be any of them.
+    # nccl answers for all messages at once: any of the replicas may be the late one.
     for work in dist.batch_isend_irecv(operations):
         for replica in messages.outgoing:
             messages.add(replica, partial(_wait, messages, work))

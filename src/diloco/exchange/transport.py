@@ -1,11 +1,12 @@
-"""The contracts of the exchange: transports, stores, and the replicas' messages about the run."""
+"""The contracts of the exchange, what a replica alone has in their place, and messages about the run."""
 
 import hashlib
 import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -109,9 +110,38 @@ class Transport(Protocol):
     def finishing(self, step: int) -> AbstractContextManager[None]:
         """A context in which the replica waits for the others to reach its last step.
 
-        Whoever waits meanwhile for something that is sent after a later step can stop: it never comes.
+        A replica that waits meanwhile for something that is sent after a later step can stop: it never comes.
         """
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class LoopbackExchange:
+    """The exchange of a single replica (M = 1): a variant of Lookahead, and a way to try the engine."""
+
+    replica: int = 0
+    num_replicas: int = 1
+    ordered: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    failure: str | None = None
+
+    def start(self, payloads: Mapping[int, Tensor], tag: Tag) -> Pending:
+        """Send nothing."""
+        assert not payloads, "a replica alone has nobody to send to"
+        return _Nothing()
+
+    def abort(self, reason: str) -> None:
+        """Tell nobody."""
+
+    def finishing(self, step: int) -> AbstractContextManager[None]:
+        """A context that waits for nobody."""
+        return nullcontext()
+
+
+class _Nothing:
+    def wait(self) -> dict[int, Tensor]:
+        """The payloads of nobody."""
+        return {}
 
 
 class Group(Protocol):
@@ -148,12 +178,29 @@ class Group(Protocol):
         ...
 
 
+class OneProcess:
+    """A replica that is one process: there is nobody to talk to."""
+
+    index, size = 0, 1
+
+    def broadcast(self, values: Tensor) -> Tensor:
+        """The values."""
+        return values
+
+    def reduce(self, values: Tensor, *, largest: bool = False) -> Tensor:
+        """The values."""
+        return values
+
+    def barrier(self) -> None:
+        """Wait for nobody."""
+
+    def fail_together(self, another: str) -> AbstractContextManager[None]:
+        """A context that does nothing."""
+        return nullcontext()
+
+
 class Store(Protocol):
     """A store of torch.distributed, or a board."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write a value."""
-        ...
 
     def get(self, key: str, /) -> bytes:
         """A value that is there."""
@@ -164,11 +211,11 @@ class Store(Protocol):
         ...
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
+        """True if all keys are there."""
         ...
 
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Write a value if the present one is the expected one, "" for none; the value that then is there."""
+        """Write a value if the present one is the expected one, "" for none; the present value."""
         ...
 
 

@@ -19,12 +19,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from diloco.data.shards import read_index
 from diloco.errors import DilocoError, DisagreementError, ExchangeError, UserError, setting
-from diloco.exchange.group import OneProcess, TorchGroup
+from diloco.exchange.group import TorchGroup
 from diloco.exchange.leader import LeaderExchange
-from diloco.exchange.loopback import LoopbackExchange
 from diloco.exchange.notices import Notices
 from diloco.exchange.process_group import GroupExchange, ProcessGroupExchange, group_like
-from diloco.exchange.transport import SECONDS_OF_SILENCE, Group, Transport, wait_for_all
+from diloco.exchange.transport import (
+    SECONDS_OF_SILENCE,
+    Group,
+    LoopbackExchange,
+    OneProcess,
+    Transport,
+    wait_for_all,
+)
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.resolve import facts_with_rendezvous
 from diloco.training.hardware import chosen_device, use_autocast

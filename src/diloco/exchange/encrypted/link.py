@@ -17,20 +17,12 @@ from threading import Condition, Event, Thread
 
 from torch import Tensor
 
-from diloco.exchange.encrypted.tls import shut
+from diloco.exchange.encrypted.tls import fill, shut
 
 _HEADER = struct.Struct("<BIQQ")
-
-
 _READY, _PART = 1, 2
-
-
 _PART_BYTES = 1 << 20
-
-
 _MOST_REQUESTS = 1 << 14
-
-
 _SECONDS_TO_END = 1.0
 
 
@@ -63,7 +55,7 @@ class Operation:
         return True
 
     def end(self, error: str | None = None) -> None:
-        """Wake up whoever waits; the first end counts."""
+        """Wake up the thread that waits; the first end counts."""
         if not self.over.is_set():
             self.error = error
             self.over.set()
@@ -191,7 +183,7 @@ class Link:
         header = memoryview(bytearray(_HEADER.size))
         try:
             while True:
-                self._fill(header)
+                fill(self._incoming, header)
                 kind, tag, offset, length = _HEADER.unpack(header)
                 if kind == _READY:
                     self._take_request(tag, length)
@@ -223,7 +215,7 @@ class Link:
             raise _HostileError(f"it sent {length} bytes at {offset} of a message of {len(operation.view)}")
         if not length and len(operation.view):
             raise _HostileError("it sent a part without bytes")
-        self._fill(operation.view[offset : offset + length])
+        fill(self._incoming, operation.view[offset : offset + length])
         operation.position += length
         if operation.position == len(operation.view):
             with self._changed:
@@ -232,14 +224,6 @@ class Link:
                     if not queue:
                         del self._receives[tag]
             operation.end()
-
-    def _fill(self, view: memoryview) -> None:
-        num_bytes = 0
-        while num_bytes < len(view):
-            count = self._incoming.recv_into(view[num_bytes:])
-            if not count:
-                raise ConnectionError("it closed the connection")
-            num_bytes += count
 
 
 class _HostileError(RuntimeError):

@@ -6,7 +6,6 @@ and what all values hold.
 """
 
 import os
-import socket
 import ssl
 import time
 import weakref
@@ -32,13 +31,13 @@ T = TypeVar("T")
 class Request(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """One operation on one key."""
 
-    operation: Literal["set", "get", "add", "check", "compare_set"]
+    operation: Literal["get", "add", "check", "compare_set"]
     key: Annotated[str, msgspec.Meta(max_length=256)]
     value: bytes = b""
     number: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)] = 0
 
 
-Answer = bytes | int | bool | None
+Answer = bytes | int | bool
 
 
 class Board(ABC):
@@ -53,10 +52,6 @@ class Board(ABC):
             ExchangeError: if the process that holds the board is gone.
         """
 
-    def set(self, key: str, value: str, /) -> None:
-        """Write a value."""
-        self._answer(Request("set", key, value.encode()), type(None))
-
     def get(self, key: str, /) -> bytes:
         """A value that is there."""
         return self._answer(Request("get", key), bytes)
@@ -66,7 +61,7 @@ class Board(ABC):
         return self._answer(Request("add", key, number=number), int)
 
     def check(self, keys: Sequence[str], /) -> bool:
-        """Whether all keys are there."""
+        """True if all keys are there."""
         return all(self._answer(Request("check", key), bool) for key in keys)
 
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
@@ -107,9 +102,6 @@ class OwnBoard(Board):
                     if present is None:
                         raise ValueError(f"there is no {request.key}")
                     return present
-                case "set":
-                    self._write(request.key, request.value)
-                    return None
                 case "compare_set":
                     if present is None:
                         self._write(request.key, request.value)
@@ -167,7 +159,7 @@ class RemoteBoard(Board):
                 raise ExchangeError(f"the connection to replica 0 broke off: {error}", (0,)) from None
 
     def close(self) -> None:
-        """Close the connection; whoever waits for an answer gets none."""
+        """Close the connection, and end the wait for an answer."""
         if (connection := self._connection) is not None:
             shut(connection)
         with self._lock:
@@ -177,17 +169,9 @@ class RemoteBoard(Board):
 
 
 _MOST_REQUEST_BYTES = 1 << 20
-
-
 _MOST_KEYS = 1 << 16
-
-
 _MOST_BYTES = 1 << 26
-
-
 _REQUESTS = msgspec.msgpack.Decoder(Request)
-
-
 _ANSWERS = msgspec.msgpack.Decoder(Answer)
 
 
@@ -205,64 +189,57 @@ def _receive(connection: ssl.SSLSocket, most_bytes: int) -> bytes:
     return receive_exactly(connection, length)
 
 
-def encrypted(
-    meeting: Meeting, secret: str | None, certificates: str | os.PathLike[str] | None, timeout_seconds: float
-) -> "Session":
-    """The session of this process, whose board is replica 0's.
+_BOARD = "board"
+"""The purpose of a connection to replica 0's board."""
+_DIRECTIONS = ("sends", "receives")
+"""The two connections of a link, by how the process that dialled uses them."""
+
+
+class Session:
+    """All encrypted connections of this process: a `Way`.
 
     The first process of replica 0 listens at the address alone; process i of a replica at port + i of the
     interface that leads there, or at a free port where that one is taken.
+
+    Args:
+        meeting: the processes that meet at replica 0's board.
+        secret: the secret of all, or None.
+        certificates: the directory of certificates, or None.
+        timeout_seconds: how long an answer of the board may take.
 
     Raises:
         UserError: if the secret or the certificates can't be used.
         ExchangeError: if replica 0 has another proof, or none.
     """
-    security = security_of(secret, certificates)
-    host, port = meeting.host_and_port
-    if meeting.is_host:
-        board, listener, address = OwnBoard(), listen(host, port)[0], meeting.address
-    else:
-        connection = meeting.reach(partial(dial, meeting.address, _BOARD, security))
-        board, own_address = RemoteBoard(connection, timeout_seconds), connection.getsockname()[0]
-        try:
-            listener, _ = listen(own_address, port + meeting.site.rank)
-        except UserError:
-            listener, _ = listen(own_address, 0)
-        bracketed = f"[{own_address}]" if ":" in own_address else own_address
-        address = f"{bracketed}:{listener.getsockname()[1]}"
-    return Session(security, listener, address, board, meeting.deadline)
-
-
-_BOARD = "board"
-"""The purpose of a connection to replica 0's board."""
-
-# The two connections of a link, by how the process that dialled uses them.
-_SENDS, _RECEIVES = "sends", "receives"
-
-
-class Session:
-    """All encrypted connections of this process.
-
-    Args:
-        security: the proof.
-        listener: where other processes connect.
-        address: host:port at which they reach it.
-        board: replica 0's.
-        deadline: by `time.monotonic`, for all to connect.
-    """
 
     def __init__(
         self,
-        security: Security,
-        listener: socket.socket,
-        address: str,
-        board: OwnBoard | RemoteBoard,
-        deadline: float,
+        meeting: Meeting,
+        secret: str | None,
+        certificates: str | os.PathLike[str] | None,
+        timeout_seconds: float,
     ) -> None:
-        self.security, self.address, self.deadline = security, address, deadline
+        self.security = security_of(secret, certificates)
+        """The proof."""
+        self.deadline = meeting.deadline
+        """The time until which all must connect, by `time.monotonic`."""
+        self.address = meeting.address
+        """host:port at which other processes reach this one."""
+        host, port = meeting.host_and_port
+        if meeting.is_host:
+            board, listener = OwnBoard(), listen(host, port)[0]
+        else:
+            connection = meeting.reach(partial(dial, meeting.address, _BOARD, self.security))
+            board, own_address = RemoteBoard(connection, timeout_seconds), connection.getsockname()[0]
+            try:
+                listener, _ = listen(own_address, port + meeting.site.rank)
+            except UserError:
+                listener, _ = listen(own_address, 0)
+            bracketed = f"[{own_address}]" if ":" in own_address else own_address
+            self.address = f"{bracketed}:{listener.getsockname()[1]}"
         self.store: Board = board
         """The board at which all processes meet."""
-        self.door = Door(listener, security)
+        self.door = Door(listener, self.security)
         """The listener through which other processes come in."""
         self.resources = ExitStack()
         """The connections, which end with the session."""
@@ -307,7 +284,7 @@ class EncryptedBackend:
         deadline = session.deadline
         coming = {higher: _expect(session.door, f"{name}/{higher}") for higher in range(rank + 1, size)}
         if coming:
-            session.store.set(f"addresses/{name}/{rank}", session.address)
+            session.store.compare_set(f"addresses/{name}/{rank}", "", session.address)
         self._links: dict[int, Link] = {}
         for other in range(size):
             if other == rank:
@@ -343,25 +320,21 @@ class EncryptedBackend:
         return self._links[rank].receive(tensor, tag)
 
 
-_Arrivals = dict[str, "SimpleQueue[ssl.SSLSocket]"]
-
-
-def _expect(door: Door, purpose: str) -> _Arrivals:
+def _expect(door: Door, purpose: str) -> "list[SimpleQueue[ssl.SSLSocket]]":
     """Let the two connections of a process come in."""
-    arrivals: _Arrivals = {way: SimpleQueue() for way in (_SENDS, _RECEIVES)}
-    for way, queue in arrivals.items():
-        door.expect(f"{purpose}/{way}", queue.put, once=True)
-    return arrivals
+    queues: list[SimpleQueue[ssl.SSLSocket]] = []
+    for direction in _DIRECTIONS:
+        queues.append(SimpleQueue())
+        door.expect(f"{purpose}/{direction}", queues[-1].put, once=True)
+    return queues
 
 
-def _come(arrivals: _Arrivals, deadline: float) -> Link:
+def _come(queues: "list[SimpleQueue[ssl.SSLSocket]]", deadline: float) -> Link:
     try:
-        there, back = (
-            arrivals[way].get(timeout=max(deadline - time.monotonic(), 0.01)) for way in (_SENDS, _RECEIVES)
-        )
+        incoming, outgoing = (queue.get(timeout=max(deadline - time.monotonic(), 0.01)) for queue in queues)
     except Empty:
         raise TimeoutError("it did not come in time") from None
-    return Link(outgoing=back, incoming=there)
+    return Link(outgoing, incoming)
 
 
 def _address(board: Board, key: str, deadline: float) -> str:
@@ -377,12 +350,11 @@ def _address(board: Board, key: str, deadline: float) -> str:
 
 def _dial(address: str, purpose: str, security: Security) -> Link:
     try:
-        there, back = (dial(address, f"{purpose}/{way}", security) for way in (_SENDS, _RECEIVES))
+        return Link(*(dial(address, f"{purpose}/{direction}", security) for direction in _DIRECTIONS))
     except OSError as error:
         raise ConnectionError(
             f"this machine can't reach {address} ({error.strerror or error}); open that port to it"
         ) from None
-    return Link(outgoing=there, incoming=back)
 
 
 _LONGEST_ADDRESS = 300

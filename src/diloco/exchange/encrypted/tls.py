@@ -4,8 +4,8 @@ A process dials another one's door, and names the purpose of the connection once
 other answers with one byte if it expects that purpose.
 
 From the secret comes one Ed25519 key, the same for all. Each process presents the self-signed certificate of that
-key, and trusts that certificate alone. Whoever connects sees the certificate, and could try secrets against it: so
-a secret must be random, and scrypt makes each try slow.
+key, and trusts that certificate alone. Everybody who connects sees the certificate, and could try secrets against
+it: so a secret must be random, and scrypt makes each try slow.
 """
 
 import hashlib
@@ -209,11 +209,7 @@ class Door:
 
 
 _MOST_HANDSHAKES = 64
-
-
 _MOST_INSIDE = 4096
-
-
 _SECONDS_BETWEEN_WARNINGS = 10.0
 
 
@@ -236,19 +232,24 @@ def _purpose_of(connection: ssl.SSLSocket) -> str:
     return receive_exactly(connection, length[0]).decode() if length else ""
 
 
-def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """The next bytes of a connection.
+def fill(connection: socket.socket, view: memoryview) -> None:
+    """Receive as many bytes as the memory holds.
 
     Raises:
-        ConnectionError: if it ends before.
+        ConnectionError: if the connection ends before.
     """
-    parts = bytearray()
-    while len(parts) < num_bytes:
-        part = connection.recv(min(num_bytes - len(parts), 1 << 16))
-        if not part:
-            raise ConnectionError("it was closed")
-        parts += part
-    return bytes(parts)
+    while view:
+        num_bytes = connection.recv_into(view)
+        if not num_bytes:
+            raise ConnectionError("it closed the connection")
+        view = view[num_bytes:]
+
+
+def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """The next bytes of a connection, which are few; raises as `fill` does."""
+    received = bytearray(num_bytes)
+    fill(connection, memoryview(received))
+    return bytes(received)
 
 
 def _refusal(who: str, error: ssl.SSLError, security: Security) -> str:
@@ -260,14 +261,10 @@ def _refusal(who: str, error: ssl.SSLError, security: Security) -> str:
 
 
 _WELCOME = b"\x01"
-
-
 _SIGNS_OF_ANOTHER_PROOF = ("certificate verify failed", "unknown ca", "decrypt error", "bad certificate")
 
 
 _LEAST_CHARACTERS = 16
-
-
 _FILES = ("tls.crt", "tls.key", "ca.crt")
 
 
@@ -296,7 +293,7 @@ def _from_secret(secret: str) -> Security:
         .sign(key, None)
         .public_bytes(Encoding.PEM)
     )
-    password = secrets.token_bytes(32).hex().encode()  # the file is worth nothing to whoever reads it
+    password = secrets.token_bytes(32).hex().encode()  # without it the file is worth nothing
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(password))
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, name) for name in _FILES]
