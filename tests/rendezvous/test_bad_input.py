@@ -178,7 +178,7 @@ class Rogue:
             seq=self.seq,
             fragment=0,
             base_round=base_round,
-            base=f"{self.member.engine._membership.digests.base(0):016x}",
+            base=f"{self.member.engine._membership.base(0):016x}",
             tokens=1,
             steps=1,
             position=1,
