@@ -127,7 +127,7 @@ class Meter:
             before = self._rounds or [-1] * len(member.rounds)
             for p, (old, new) in enumerate(zip(before, member.rounds, strict=True)):
                 if old != new:
-                    self._outer.append((p, new, f"{member.digests.base(p):016x}"))
+                    self._outer.append((p, new, f"{member.base(p):016x}"))
             self._rounds = list(member.rounds)
 
 

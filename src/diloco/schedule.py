@@ -60,6 +60,24 @@ class Timing:
         """The largest τ of any replica: how long a payload that was sent may still be needed."""
         return max(self.overlaps)
 
+    def check_replicas(self, num_replicas: int | None) -> None:
+        """Refuse a τ per replica where there is another number of replicas, or None: they come and go.
+
+        Raises:
+            UserError: naming both.
+        """
+        if isinstance(self.overlap_steps, tuple) and num_replicas is None:
+            raise UserError(
+                f"overlap_steps={self.overlap_steps} with replicas that come and go: give each replica its own "
+                "number",
+                "overlap_steps",
+            )
+        if isinstance(self.overlap_steps, tuple) and len(self.overlap_steps) != num_replicas:
+            raise UserError(
+                f"overlap_steps={self.overlap_steps} must hold one number for each of {num_replicas} replicas",
+                "overlap_steps",
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Timing):
@@ -125,6 +143,17 @@ class Schedule(Timing):
             if not (isinstance(value, tuple) and all(isinstance(number, int) for number in value)):
                 raise UserError(f"{name}={getattr(self, name)} must be a whole number, or a tuple of them", name)
 
+    def facts(self, num_replicas: int | None = None) -> dict[str, object]:
+        """The schedule by name, as replicas compare it; without τ where replicas come and go."""
+        overlaps = None if num_replicas is None else [self.overlap(replica) for replica in range(num_replicas)]
+        return {
+            "sync_every": self.sync_every,
+            "num_fragments": self.num_fragments,
+            **({} if overlaps is None else {"overlap_steps": overlaps}),
+            "offsets": [self.offset(fragment) for fragment in range(self.num_fragments)],
+            "first_sync": self.first_sync,
+        }
+
     def offset(self, fragment: int) -> int:
         """t_p of a fragment."""
         if self.offsets is not None:
@@ -178,3 +207,35 @@ class Schedule(Timing):
             offset = self.offset(fragment)
             at[offset] = (*at.get(offset, ()), fragment)
         return at
+
+
+SYNC_EVERY, OVERLAP_STEPS = 100, 5
+"""H and τ where the engine is given neither them nor a schedule."""
+
+
+def schedule_of(
+    num_fragments: int,
+    *,
+    schedule: Schedule | None,
+    sync_every: int | None,
+    overlap_steps: int | tuple[int, ...] | None,
+) -> Schedule:
+    """The schedule, or one of H and τ; what is None of these two is the engine's own.
+
+    Raises:
+        UserError: as `Schedule`, and if a schedule is given beside H or τ.
+    """
+    if schedule is not None:
+        for name, value in {"sync_every": sync_every, "overlap_steps": overlap_steps}.items():
+            if value is not None:
+                raise UserError(f"{name}={value} and schedule={schedule}: pass one of the two", name, "schedule")
+        return schedule
+    sync_every = SYNC_EVERY if sync_every is None else sync_every
+    if overlap_steps is None and isinstance(sync_every, int) and 0 < sync_every <= OVERLAP_STEPS:
+        raise UserError(
+            f"sync_every={sync_every} must be above overlap_steps, which is {OVERLAP_STEPS} where it is left out: "
+            f"pass overlap_steps from 0 to {sync_every - 1}, too",
+            *("sync_every", "overlap_steps"),
+        )
+    overlap_steps = OVERLAP_STEPS if overlap_steps is None else overlap_steps
+    return Schedule(sync_every=sync_every, num_fragments=num_fragments, overlap_steps=overlap_steps)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tests.engine.cases import Case, theta_of, train
+from tests.engine.cases import Case, inner_step, theta_of, train
 from tests.processes import run_replicas
 from torch import nn
 
@@ -158,6 +158,19 @@ def test_a_run_may_go_on_after_a_drain(tau):
             assert (
                 mine.theta.tobytes() == theirs.theta.tobytes() and mine.Theta.tobytes() == theirs.Theta.tobytes()
             )
+
+
+def test_a_payload_in_flight_that_memory_has_changed_is_not_saved():
+    case = Case(P=1, H=2, tau=1, wire="e3m0")
+    model = case.model()
+    engine = case.engine(model)
+    for t in (1, 2):
+        inner_step(model, 0, t)
+        engine.step()
+    engine.state_dict()
+    engine._membership.in_flight[0].payloads[0][-1] ^= 255
+    with pytest.raises(diloco.PayloadError, match=r"step 2: fragment 0, round 1: .* does not match its checksum"):
+        engine.state_dict()
 
 
 def test_an_engine_that_failed_takes_up_no_state():

@@ -55,10 +55,8 @@ def member_of(script: Script) -> tuple[ElasticMembership, Tensor]:
     model = nn.Linear(N, 1, bias=False)
     settings = settings_of(
         model,
-        sync_every=None,
-        overlap_steps=None,
         fragments=diloco.whole(model),
-        schedule=diloco.Schedule(sync_every=8, num_fragments=1, overlap_steps=1),
+        schedule=lambda num_fragments: diloco.Schedule(sync_every=8, num_fragments=num_fragments, overlap_steps=1),
         outer=diloco.Nesterov(lr=0.5, momentum=0.0),
         mixing=ALPHA,
         wire="fp32",
@@ -84,7 +82,7 @@ def decision(
         number=10 + round,
         fragment=0,
         round=round,
-        before=member.digests.base(0),
+        before=member.base(0),
         cohort=Cohort.weighted({0: 1}),
         content=content,
         base_rounds={0: 0},

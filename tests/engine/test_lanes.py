@@ -5,13 +5,13 @@ import torch
 from tests.fake_device import FakeDevice
 from tests.processes import run_replicas
 
-from diloco.engine.lanes import HereLane, QueueLane, SameLane, StreamLane, ThreadLane, device_lane
+from diloco.engine.lanes import QueueLane, SameLane, StreamLane, device_lane, here, in_thread
 
 
-@pytest.mark.parametrize("lane", [ThreadLane, QueueLane])
-def test_work_goes_on_while_its_starter_does_something_else(lane):
+@pytest.mark.parametrize("start", [in_thread, QueueLane().start], ids=["thread", "queue"])
+def test_work_goes_on_while_its_starter_does_something_else(start):
     go_on = threading.Event()
-    handle = lane().run(lambda: go_on.wait(10))
+    handle = start(lambda: go_on.wait(10))
     assert not handle.done()
     go_on.set()
     assert handle.result() and handle.result() and handle.done()
@@ -19,8 +19,8 @@ def test_work_goes_on_while_its_starter_does_something_else(lane):
 
 def test_a_queue_does_one_piece_of_work_after_the_other():
     lane, go_on, done = QueueLane(), threading.Event(), []
-    first = lane.run(lambda: (go_on.wait(10), done.append(1)))
-    second = lane.run(lambda: done.append(2))
+    first = lane.start(lambda: (go_on.wait(10), done.append(1)))
+    second = lane.start(lambda: done.append(2))
     go_on.set()
     first.result(), second.result()
     assert done == [1, 2]
@@ -28,19 +28,19 @@ def test_a_queue_does_one_piece_of_work_after_the_other():
 
 def test_work_that_is_done_here_is_done_or_raises_at_once():
     done: list[int] = []
-    assert HereLane().run(lambda: done.append(1)).done() and done == [1]
+    assert here(lambda: done.append(1)).done() and done == [1]
     with pytest.raises(ZeroDivisionError):
-        HereLane().run(lambda: 1 / 0)
+        here(lambda: 1 / 0)
 
 
-@pytest.mark.parametrize("lane", [ThreadLane, QueueLane])
-def test_what_the_work_raises_is_raised_where_it_is_waited_for(lane):
+@pytest.mark.parametrize("start", [in_thread, QueueLane().start], ids=["thread", "queue"])
+def test_what_the_work_raises_is_raised_where_it_is_waited_for(start):
     for error in (OSError("the link is gone"), SystemExit("the link is gone")):
 
         def fail(error: BaseException = error) -> None:
             raise error
 
-        handle = lane().run(fail)
+        handle = start(fail)
         for _ in range(2):
             with pytest.raises(type(error), match="the link is gone"):
                 handle.result()

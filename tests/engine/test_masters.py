@@ -1,6 +1,5 @@
 """Optimizers with FP32 masters beside BF16 parameters, as Apex keeps them."""
 
-import pytest
 import torch
 from tests.processes import run_replicas
 from torch import nn
@@ -105,24 +104,3 @@ def train_in_fp32(with_masters: bool) -> str:
 
 def test_masters_of_fp32_parameters_change_no_bit():
     assert run_replicas(train_in_fp32, 2, True) == run_replicas(train_in_fp32, 2, False)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda masters: masters.pop("0.bias"), "masters has no tensor for parameter 0.bias"),
-        (lambda masters: masters.update({"0.bias": torch.zeros(3)}), r"the master of parameter 0.bias is \(3,\)"),
-        (lambda masters: masters.update({"0.bias": torch.zeros(64).double()}), "torch.float64"),
-    ],
-)
-def test_masters_that_are_not_the_models_are_refused(change, message):
-    model = network()
-    masters = MastersSGD(model).masters
-    change(masters)
-    with pytest.raises(diloco.UserError, match=message):
-        engine_of(model, masters=masters, exchange=diloco.LoopbackExchange())
-
-
-def test_masters_of_another_type_are_refused():
-    with pytest.raises(diloco.UserError, match="must map each parameter's name to its FP32 tensor"):
-        engine_of(network(), masters=[torch.zeros(3)], exchange=diloco.LoopbackExchange())

@@ -18,8 +18,7 @@ from torch import nn
 
 import diloco
 from diloco.engine.fixed import exchange as bring
-from diloco.engine.lanes import ThreadLane
-from diloco.engine.replica import Offer
+from diloco.engine.replica import Flight
 from diloco.errors import PayloadError
 from diloco.exchange.transport import Channel
 from diloco.outer.averages import Reduction, reduction_of
@@ -27,7 +26,6 @@ from diloco.outer.cohort import Cohort
 from diloco.schedule import Sync
 from diloco.wire import Key, codec
 from diloco.wire.floats import FP32
-from diloco.wire.payload import Unsealed
 
 
 class Losing:
@@ -325,15 +323,14 @@ def test_a_share_with_a_wrong_header_is_refused_by_name_where_it_is_averaged():
     assert first.startswith(f"{REFUSED} 151 elements in e3m0")
 
 
-def offer_of(delta_N: torch.Tensor, reduction: Reduction, key: Key, cohort: Cohort) -> Offer:
+def flight_of(delta_N: torch.Tensor, reduction: Reduction, key: Key, cohort: Cohort) -> Flight:
     """An outer gradient that is encoded and sealed."""
-    return Offer(
+    return Flight(
         sync=Sync(key.fragment, key.round, 0),
         key=key,
         cohort=cohort,
         num_elements=delta_N.numel(),
         reduction=reduction,
-        unsealed=Unsealed(FP32()),
         payloads=reduction.encode(delta_N, key, cohort),
     )
 
@@ -345,7 +342,7 @@ def reduce_while_the_first_replica_does_nothing(seconds: float) -> bool:
     )
     cohort = Cohort.equal(2)
     key, delta = Key(0, 0, 1, exchange.replica), torch.full((5,), float(exchange.replica))
-    wait = bring(exchange, ThreadLane(), offer_of(delta, reduction, key, cohort))
+    wait = bring(exchange, flight_of(delta, reduction, key, cohort))
     if exchange.replica == 0:
         time.sleep(seconds)  # a training loop that is busy with other things
         dist.barrier()
@@ -361,20 +358,20 @@ def reduce_while_the_first_replica_does_nothing(seconds: float) -> bool:
 
 @pytest.mark.slow
 def test_the_second_phase_starts_by_itself():
-    assert run_replicas(reduce_while_the_first_replica_does_nothing, 2, 6.0) == [True, True]
+    assert run_replicas(reduce_while_the_first_replica_does_nothing, 2, 3.0) == [True, True]
 
 
 def reduce_without_the_last_replica() -> str:
     exchange, reduction = (
-        diloco.ProcessGroupExchange(timeout_seconds=2),
+        diloco.ProcessGroupExchange(timeout_seconds=1),
         reduction_of("reduce_scatter", codec("fp32")),
     )
     cohort = Cohort.equal(3)
     key = Key(0, 3, 2, exchange.replica)
     if exchange.replica == 2:
-        time.sleep(5)
+        time.sleep(2.5)
         return ""
-    wait = bring(exchange, ThreadLane(), offer_of(torch.ones(5), reduction, key, cohort))
+    wait = bring(exchange, flight_of(torch.ones(5), reduction, key, cohort))
     with pytest.raises(diloco.ExchangeError, match="fragment 3, round 2: no payload from or to") as caught:
         wait()
     return str(caught.value.missing)

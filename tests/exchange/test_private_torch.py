@@ -2,10 +2,13 @@
 
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from tests.ports import free_port
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from diloco.exchange.private_torch import gloo_backend, timeout_seconds_of
+from diloco.exchange.private_torch import dtensor_like, gloo_backend, timeout_seconds_of
 
 
 def test_gloo_takes_an_address_and_a_timeout():
@@ -20,4 +23,18 @@ def test_a_group_tells_its_timeout():
     place = f"tcp://127.0.0.1:{free_port()}"
     dist.init_process_group("gloo", init_method=place, rank=0, world_size=1, timeout=timedelta(seconds=11))
     assert timeout_seconds_of(dist.group.WORLD) == 11
+    dist.destroy_process_group()
+
+
+def test_a_shard_in_other_memory_and_of_another_dtype_is_a_dtensor():
+    """DTensor._spec with a tensor_meta, and the constructor of DTensor; the mesh's device does not matter."""
+    place = f"tcp://127.0.0.1:{free_port()}"
+    dist.init_process_group("gloo", init_method=place, rank=0, world_size=1)
+    like = distribute_tensor(torch.zeros(3, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+    part = torch.ones(3, 2, dtype=torch.bfloat16, device="meta")
+    made = dtensor_like(part, like)
+    assert made.to_local().device.type == "meta" and made.dtype == torch.bfloat16 and made.shape == like.shape
+    assert made.placements == like.placements
+    half = torch.ones(3, 2, dtype=torch.bfloat16)
+    assert dtensor_like(half, like).to_local().data_ptr() == half.data_ptr()
     dist.destroy_process_group()

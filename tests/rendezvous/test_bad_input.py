@@ -97,7 +97,7 @@ class Rogue:
         if nan:
             body = wire_reference.sealed(body[:24], np.full(4, np.nan, np.float32).tobytes())
         claim = {"replica": self.replica, "seq": self.seq, "base_round": base_round, "position": 1}
-        base = self.member.engine._membership.digests.base(0)
+        base = self.member.engine._membership.base(0)
         offer = {"run": self.member.exchange.state.run, "fragment": 0, "base": f"{base:016x}"}
         norm = float(np.linalg.norm(delta.astype(np.float64)))
         header = header_of(codec("fp32"), 4, [body], [norm], tokens=1, steps=1, **claim, **offer)

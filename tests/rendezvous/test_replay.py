@@ -219,7 +219,7 @@ def train_among_others(url: str) -> tuple[list[int], list[str]]:
     engine.finish()
     exchange.leave()
     membership = engine._membership
-    return list(membership.rounds), [f"{membership.digests.base(p):016x}" for p in range(len(membership.rounds))]
+    return list(membership.rounds), [f"{membership.base(p):016x}" for p in range(len(membership.rounds))]
 
 
 @pytest.mark.slow

@@ -182,13 +182,8 @@ def state_of(
     return {
         **settings.facts_of_state(replica.number, num_replicas),
         "fragments": [list(fragment.parameters) for fragment in settings.fragments],
-        "last_sent": list(replica.last_sent),
-        "num_steps": replica.num_steps,
+        **replica.counters(),
         "drained_step": drained_step,
-        "tokens": int(replica.tokens),
-        "bytes_sent": replica.bytes_sent,
-        "bytes_received": replica.bytes_received,
-        "blocked_seconds": replica.blocked_seconds,
         **tensors,
         "in_flight": [list(sync) for sync in in_flight],
         "sent": parameters.all_named(sent),
@@ -202,10 +197,7 @@ def load(replica: Replica, state: Mapping[str, Any]) -> None:
         replica: this one.
         state: one that `loadable` gave.
     """
-    replica.num_steps, replica.last_sent = state["num_steps"], list(state["last_sent"])
-    replica.tokens = state["tokens"]
-    replica.bytes_sent, replica.bytes_received = state["bytes_sent"], state["bytes_received"]
-    replica.blocked_seconds = state["blocked_seconds"]
+    replica.resume(state)
     for kind in replica.state.kinds:
         for fragment, flat_N in enumerate(replica.state.at_home(kind)):
             flat_N.copy_(replica.parameters.flat_of(fragment, state[kind]))

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from diloco.engine.checkpoint import check_like, elastic_values_checked, refuse_names, tensors_checked
 from diloco.engine.guards import are_equal, is_long
-from diloco.engine.outer_state import ERROR, OUTER, OuterState
+from diloco.engine.outer_state import ERROR, OUTER
 from diloco.engine.parameters import FragmentParameters
-from diloco.engine.replica import Replica
+from diloco.engine.replica import Membership, Replica
 from diloco.errors import DisagreementError, ExchangeError, UserError
-from diloco.outer.averages import Reduction
 from diloco.outer.cohort import Cohort
 from diloco.outer.merge import MergeRule, Mixing, Translation
 from diloco.outer.step import OuterStep, merge_in_place
@@ -34,42 +33,6 @@ from diloco.rendezvous.contract import (
 )
 from diloco.rendezvous.objects import decided_average, norms_of
 from diloco.schedule import Sync
-
-
-class EqualityWatch:
-    """Notices replicas that train on the same data: in every fragment, they make the same outer gradient.
-
-    In one fragment they may be equal without that, where it has no gradients and the weights decay. With averages
-    of shares nobody has the payloads, and nothing is noticed.
-
-    Args:
-        form: of payloads.
-        reduction: how they are encoded.
-        replica: this replica.
-    """
-
-    def __init__(self, form: Form, reduction: Reduction, replica: int) -> None:
-        self._form, self._reduction, self._replica = form, reduction, replica
-        self._are_equal = {p: False for p in range(len(form.sizes)) if is_long(form.share_bytes(p))}
-
-    def check(self, decision: Decision, content: Content) -> None:
-        """Look at an outer step with a payload of this replica.
-
-        Raises:
-            UserError: if the newest ones of all fragments that are long enough were equal.
-        """
-        if len(content.payloads) < 2 or decision.fragment not in self._are_equal:
-            return
-        p, form = decision.fragment, self._form
-        key = form.key(p, decision.base_rounds[self._replica], self._replica)
-        payloads = {member: payload.data for member, payload in content.payloads.items()}
-        self._are_equal[p] = are_equal(payloads, self._reduction, form.sizes[p], key, decision.cohort)
-        if all(self._are_equal.values()):
-            raise UserError(
-                f"all {len(decision.cohort.members)} replicas of the outer steps made the same outer gradients, "
-                "to the last bit: they train on the same data; let each read from its own rendezvous.slot and "
-                "rendezvous.start, and let nothing average gradients across replicas"
-            )
 
 
 def remade(
@@ -90,84 +53,11 @@ def remade(
     return make_average, make_deltas
 
 
-class Digests:
-    """The digests of Θ_p and of the slots, as they were kept last.
-
-    Args:
-        state: Θ and the slots.
-        slots: names of the outer rule's vectors.
-    """
-
-    def __init__(self, state: OuterState, slots: Sequence[str]) -> None:
-        self.kinds = (OUTER, *slots)
-        """The kinds of vectors that are checked."""
-        self._state = state
-        self._digests = [{kind: state.digest(p, kind) for kind in self.kinds} for p in range(state.num_fragments)]
-
-    def base(self, p: int) -> int:
-        """The digest of Θ_p, by which replicas compare it."""
-        return self._digests[p][OUTER]
-
-    def renew(self, kind: str, p: int) -> None:
-        """Take the digest of a vector that was changed."""
-        if kind in self.kinds:
-            self._digests[p][kind] = self._state.digest(p, kind)
-
-    def check(self, p: int, step: int) -> None:
-        """Refuse a Θ_p, or a slot, that has changed since then, before anybody else hears of it.
-
-        Raises:
-            DisagreementError: naming the vector and the inner step.
-        """
-        for kind, digest in self._digests[p].items():
-            if self._state.digest(p, kind) != digest:
-                name = "outer parameters" if kind == OUTER else f"outer rule's {kind}"
-                raise DisagreementError(
-                    f"step {step}: the last outer step left other bits in the {name} of fragment {p}: this "
-                    "computer's memory changed; nothing was sent or merged: start this replica again"
-                )
-
-
-class Waiting:
-    """Decisions by fragment, in the log's order; each holds its payloads in memory.
-
-    Args:
-        num_fragments: P.
-    """
-
-    def __init__(self, num_fragments: int) -> None:
-        self.by_fragment: tuple[deque[Decision], ...] = tuple(deque() for _ in range(num_fragments))
-        self._first = 0
-
-    def __bool__(self) -> bool:
-        """Whether there is one."""
-        return any(self.by_fragment)
-
-    @property
-    def room(self) -> int:
-        """The number of decisions that can still be held; those that were waited for may exceed it."""
-        return MOST_DECISIONS_PER_FRAGMENT * len(self.by_fragment) - sum(map(len, self.by_fragment))
-
-    def put(self, decisions: Sequence[Decision]) -> None:
-        """Take decisions, in the log's order."""
-        for decision in decisions:
-            self.by_fragment[decision.fragment].append(decision)
-
-    def in_turn(self) -> Iterator[int]:
-        """The fragments, beginning with the one whose turn it is."""
-        num_fragments = len(self.by_fragment)
-        yield from ((self._first + later) % num_fragments for later in range(num_fragments))
-
-    def interrupted_at(self, fragment: int) -> None:
-        """Give the next turn to the fragment after this one, for which time was over."""
-        self._first = (fragment + 1) % len(self.by_fragment)
-
-
 _MOST_SECONDS = 0.05
 """Time after which the decisions that are left wait for the next inner step."""
 
 
-class ElasticMembership:
+class ElasticMembership(Membership):
     """This replica in a run of a rendezvous, which it joins.
 
     Args:
@@ -202,11 +92,16 @@ class ElasticMembership:
         self.counted = [(0, 0)] * num_fragments
         """For each fragment the tokens and inner steps up to its last send that was counted."""
         self.next_seq = 0
-        self.waiting = Waiting(num_fragments)
-        self.digests = Digests(state, settings.outer.slots)
-        """The digests of Θ and the slots, as the last outer step left them."""
-        replica.on_keep = self.digests.renew
-        self._equality = EqualityWatch(self.form, replica.reduction, replica.number)
+        self._waiting: tuple[deque[Decision], ...] = tuple(deque() for _ in range(num_fragments))
+        """The decisions to take, by fragment, in the log's order; each holds its payloads in memory."""
+        self._first_fragment = 0  # whose turn it is
+        self._kinds = (OUTER, *settings.outer.slots)
+        self._digests: list[dict[str, int]] = [{} for _ in self.rounds]
+        """For each fragment the digests of Θ_p and of the slots, as the last outer step left them."""
+        self._are_equal = {p: False for p in range(num_fragments) if is_long(self.form.share_bytes(p))}
+        """For each fragment that is long enough, True if all replicas made the same outer gradient."""
+        for p in range(num_fragments):
+            self._take_digests(p)
         self._tokens_before = 0  # that earlier processes of this replica have read
         self._is_draining = False
         self._wanted: Collection[int] = ()
@@ -228,11 +123,6 @@ class ElasticMembership:
         return self.joined.seat.failure
 
     @property
-    def answers(self) -> None:
-        """None: replicas meet in the log, and do not answer each other."""
-        return
-
-    @property
     def uncounted_tokens(self) -> float:
         """Tokens that this replica has read and the run has not counted yet, on average over the fragments."""
         return self.replica.tokens - sum(tokens for tokens, _ in self.counted) / len(self.counted)
@@ -245,11 +135,29 @@ class ElasticMembership:
         """The fragments with work that no payload on the way tells."""
         return [p for p in range(len(self.rounds)) if self._has_uncounted(p)]
 
+    def base(self, p: int) -> int:
+        """The digest of Θ_p, by which replicas compare it."""
+        return self._digests[p][OUTER]
+
+    def _take_digests(self, p: int) -> None:
+        self._digests[p] = {kind: self.replica.state.digest(p, kind) for kind in self._kinds}
+
+    def _check_digests(self, p: int) -> None:
+        """Refuse a Θ_p, or a slot, that has changed since its digest was taken, before others hear of it.
+
+        Raises:
+            DisagreementError: naming the vector and the inner step.
+        """
+        for kind, digest in self._digests[p].items():
+            if self.replica.state.digest(p, kind) != digest:
+                name = "outer parameters" if kind == OUTER else f"outer rule's {kind}"
+                raise DisagreementError(
+                    f"step {self.replica.num_steps}: the last outer step left other bits in the {name} of fragment"
+                    f" {p}: this computer's memory changed; nothing was sent or merged: start this replica again"
+                )
+
     def _has_uncounted(self, p: int) -> bool:
         return p not in self.in_flight and self.replica.num_steps > self.counted[p][1]
-
-    def expect_next(self) -> None:
-        """Do nothing: nobody knows which fragment is decided next."""
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
@@ -267,7 +175,7 @@ class ElasticMembership:
             self._must_load
             or self._translation
             or self.replica.parameters.watch.merges
-            or self.waiting
+            or any(self._waiting)
             or any(self.replica.num_steps >= next_step for next_step in self._next_send)
             or (self.in_flight and self._waits)
             or self._wanted
@@ -275,15 +183,16 @@ class ElasticMembership:
 
     def _listen(self, *, wait_for: int | None = None) -> None:
         """Tell where this replica is, and take the news; `wait_for` is as in `Seat.step`."""
-        applied = [(last_round, self.digests.base(p)) for p, last_round in enumerate(self.rounds)]
+        applied = [(last_round, self.base(p)) for p, last_round in enumerate(self.rounds)]
         news = self.joined.seat.step(
             self.replica.num_steps,
             applied,
-            room=self.waiting.room,
+            room=MOST_DECISIONS_PER_FRAGMENT * len(self._waiting) - sum(map(len, self._waiting)),
             wait_for=wait_for,
             is_last=self._is_draining,
         )
-        self.waiting.put(news.decisions)
+        for decision in news.decisions:
+            self._waiting[decision.fragment].append(decision)
         self._wanted, self._newest_rounds = news.wanted, news.rounds
 
     def advance(self) -> tuple[OuterStep, ...]:
@@ -320,16 +229,16 @@ class ElasticMembership:
 
     def send(self, p: int) -> None:
         """Encode a fragment's outer gradient and offer it."""
-        replica, step, base = self.replica, self.replica.num_steps, self.digests.base(p)
+        replica, step, base = self.replica, self.replica.num_steps, self.base(p)
         key, sync = self.form.key(p, self.rounds[p], replica.number), Sync(p, self.rounds[p] + 1, step)
         with replica.record.encoding():
-            self.digests.check(p, step)
+            self._check_digests(p)
             replica.check_parameters((p,))
             # A payload per share: each share is addressed to one of so many.
-            encoded = replica.encode(sync, key, Cohort.equal(self.form.num_shares), base=base)
+            flight = replica.encode(sync, key, Cohort.equal(self.form.num_shares), base=base)
             with replica.naming_non_finite(sync):
-                encoded.seal()
-            values_N = encoded.own()
+                flight.seal()
+            values_N = flight.own()
             replica.on_send(sync, values_N.clone)
         then_tokens, then_steps = self.counted[p]
         tokens, steps = replica.tokens - then_tokens, step - then_steps
@@ -347,11 +256,11 @@ class ElasticMembership:
             step=step,
             overlap=replica.settings.schedule.overlap(0),
         )
-        self._errors[p] = encoded.error_N
-        payloads = tuple(payload.cpu() for payload in encoded.payloads)
+        self._errors[p] = flight.error_N
+        payloads = tuple(payload.cpu() for payload in flight.payloads)
         self.joined.seat.offer(offer, payloads, values_N if self.form.keep_values else None)
         self.next_seq += 1
-        replica.bytes_sent += sum(payload.numel() for payload in encoded.payloads)
+        replica.bytes_sent += sum(payload.numel() for payload in flight.payloads)
         replica.last_sent[p] = step
 
     def merge(self, *, wait: bool) -> tuple[OuterStep, ...]:
@@ -361,16 +270,16 @@ class ElasticMembership:
             wait: wait for the decisions of all own payloads whose overlap has passed, bounded in time, and take
                 whatever else was decided when this began.
         """
-        self.replica.parameters.watch.check()
         end, steps = time.perf_counter() + _MOST_SECONDS, []
         self._listen()
         # Not those that come meanwhile: a replica slower than the others' decisions would never end.
         newest, num_taken = self._newest_rounds, sum(self.rounds)
-        for p in self.waiting.in_turn():
+        fragments = range(len(self._waiting))
+        for p in (*fragments[self._first_fragment :], *fragments[: self._first_fragment]):
             for outer_step in self._take_waiting(p):
                 steps.append(outer_step)
                 if not wait and time.perf_counter() > end:
-                    self.waiting.interrupted_at(p)
+                    self._first_fragment = (p + 1) % len(self._waiting)
                     self._listen()
                     return tuple(steps)
             while wait and (self._is_over(p) or self._is_behind(p, newest[p])):
@@ -393,7 +302,7 @@ class ElasticMembership:
         return p not in self.in_flight and self.rounds[p] < newest
 
     def _take_waiting(self, p: int) -> Iterator[OuterStep]:
-        waiting = self.waiting.by_fragment[p]
+        waiting = self._waiting[p]
         while waiting and not (self._counts_own(waiting[0]) and not self._is_over(p)):
             decision = waiting.popleft()
             if decision.round <= self.rounds[p]:
@@ -412,23 +321,22 @@ class ElasticMembership:
         entry = f"step {replica.num_steps}: entry {decision.number} of the log"
         if decision.round != self.rounds[p] + 1:
             raise ExchangeError(f"{entry} is round {decision.round} of fragment {p} after round {self.rounds[p]}")
-        self.digests.check(p, replica.num_steps)
-        if decision.before != self.digests.base(p):
+        self._check_digests(p)
+        if decision.before != self.base(p):
             raise DisagreementError(
                 f"{entry}: the outer parameters of fragment {p} before round {decision.round} are not those of "
                 "this replica: an outer step gave other bits, here or where the entry was written; nothing was "
                 "merged: start this replica again"
             )
         if decision.with_snapshot:
-            kinds = self.digests.kinds
-            vectors = {kind: replica.state.use(kind, p).detach().to("cpu", copy=True) for kind in kinds}
+            vectors = {kind: replica.state.use(kind, p).detach().to("cpu", copy=True) for kind in self._kinds}
             self.joined.seat.snapshot(p, self.rounds[p], vectors)
         content = decision.content
         if isinstance(content, StoredSnapshot):
             return self._jump(decision, content, mixing)
         counts_own = self._counts_own(decision)
         if counts_own:
-            self._equality.check(decision, content)
+            self._refuse_equal(decision, content)
         with replica.record.merging():
             average = decided_average(self.form, decision, content, replica.scratch(p))
         sync = Sync(p, decision.round, self.in_flight[p].step if counts_own else replica.num_steps)
@@ -440,6 +348,28 @@ class ElasticMembership:
         replica.bytes_sent += content.bytes_sent
         makers = remade(self.form, decision, content, replica.parameters.device)
         return replica.described(sync, *makers, cohort=decision.cohort)
+
+    def _refuse_equal(self, decision: Decision, content: Content) -> None:
+        """Refuse to go on if the newest outer gradients of all fragments were equal on all replicas.
+
+        In one fragment they may be equal without that, where it has no gradients and the weights decay. With
+        averages of shares nobody has the payloads, and nothing is noticed.
+
+        Raises:
+            UserError: saying that the replicas train on the same data.
+        """
+        p, form, own = decision.fragment, self.form, self.replica.number
+        if len(content.payloads) < 2 or p not in self._are_equal:
+            return
+        payloads = {member: payload.data for member, payload in content.payloads.items()}
+        key = form.key(p, decision.base_rounds[own], own)
+        self._are_equal[p] = are_equal(payloads, self.replica.reduction, form.sizes[p], key, decision.cohort)
+        if all(self._are_equal.values()):
+            raise UserError(
+                f"all {len(decision.cohort.members)} replicas of the outer steps made the same outer gradients, "
+                "to the last bit: they train on the same data; let each read from its own rendezvous.slot and "
+                "rendezvous.start, and let nothing average gradients across replicas"
+            )
 
     def _jump(self, decision: Decision, stored: StoredSnapshot, mixing: MergeRule) -> OuterStep:
         """Take a snapshot in the place of outer steps that are long ago, and merge Θ once."""
@@ -455,7 +385,7 @@ class ElasticMembership:
 
     def _read(self, p: int, stored: StoredSnapshot) -> None:
         """Take Θ_p and the slots from a snapshot."""
-        vectors, kinds = stored.vectors, self.digests.kinds
+        vectors, kinds = stored.vectors, self._kinds
         if vectors.keys() != set(kinds):
             raise ExchangeError(
                 f"{stored.name} holds {', '.join(sorted(vectors))}, and this run's outer rule needs "
@@ -463,7 +393,7 @@ class ElasticMembership:
             )
         for kind in kinds:
             self.replica.state.use(kind, p).copy_(vectors[kind])
-            self.replica.keep(kind, p)
+            self.replica.state.keep(kind, p)
         self._applied(p, stored.round)
 
     def _count(self, p: int) -> None:
@@ -475,6 +405,7 @@ class ElasticMembership:
 
     def _applied(self, p: int, round: int) -> None:
         self.rounds[p] = round
+        self._take_digests(p)
         offer = self.in_flight.get(p)
         if offer is not None and offer.base_round < round - self.joined.rules.max_stale:
             del self.in_flight[p], self._errors[p]  # nobody may count it any more; Θ − θ still holds its work
@@ -486,7 +417,7 @@ class ElasticMembership:
         num_taken = 0
         while num_taken < self.joined.num_decisions:
             self._listen(wait_for=-1)
-            for waiting in self.waiting.by_fragment:
+            for waiting in self._waiting:
                 while waiting:
                     decision = waiting.popleft()
                     if decision.round > self.rounds[decision.fragment]:
@@ -506,6 +437,7 @@ class ElasticMembership:
     def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
         """Wait for the decisions of own payloads, bounded in time, and take them and what else was decided."""
         self._translate()
+        self.replica.parameters.watch.take(self.replica.num_steps)()
         merged = self._drained()
         if flush:
             for p in self.uncounted_fragments():
@@ -542,12 +474,7 @@ class ElasticMembership:
             "run": self.joined.run,
             "slot": known["slot"],
             "rounds": list(known["rounds"]),
-            "num_steps": replica.num_steps,
-            "tokens": replica.tokens,
-            "bytes_sent": replica.bytes_sent,
-            "bytes_received": replica.bytes_received,
-            "blocked_seconds": replica.blocked_seconds,
-            "last_sent": list(replica.last_sent),
+            **replica.counters(),
             "next_send": list(self._next_send),
             "counted": [list(pair) for pair in self.counted],
             # Copies: loading in place must not change the run's Θ.
@@ -571,10 +498,8 @@ class ElasticMembership:
         """
         self._must_load = False
         replica = self.replica
-        replica.num_steps, replica.tokens = accepted["num_steps"], accepted["tokens"]
+        replica.resume(accepted)
         self._tokens_before = replica.tokens
-        replica.bytes_sent, replica.bytes_received = accepted["bytes_sent"], accepted["bytes_received"]
-        replica.blocked_seconds, replica.last_sent = accepted["blocked_seconds"], list(accepted["last_sent"])
         self._next_send = list(accepted["next_send"])
         self.counted = [(tokens, steps) for tokens, steps in accepted["counted"]]
         slot, then, errors = accepted["slot"], *vectors_of(accepted, replica.parameters)

@@ -1,6 +1,5 @@
 """A sharded replica among others that come and go: its first process is the replica, and the others follow it."""
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -21,7 +20,7 @@ from diloco.engine.elastic import (
 )
 from diloco.engine.outer_state import ERROR, OUTER, OuterState
 from diloco.engine.parameters import FragmentParameters, Masters, is_sharded, joined, local, sharded_like
-from diloco.engine.replica import Replica, outer_state
+from diloco.engine.replica import Membership, Replica, outer_state
 from diloco.engine.settings import Settings
 from diloco.errors import ExchangeError
 from diloco.exchange.group import TorchGroup
@@ -38,7 +37,7 @@ class Call(IntEnum):
     """The messages of the first process, and the answers of the others."""
 
     FAILED = 0
-    """The sender can't go on, and the text says why."""
+    """The sender can't go on; the value says why."""
     IDLE = 1
     """An inner step after which nothing happens."""
     STEP = 2
@@ -46,7 +45,7 @@ class Call(IntEnum):
     FINISH = 3
     """The end of the run: calls follow until DONE."""
     DONE = 4
-    """All that happens in this step has happened; the text says what."""
+    """All that happens in this step has happened; the value is a `Report`."""
     THETA = 5
     """Send your shards of θ_p."""
     MERGE = 6
@@ -56,7 +55,7 @@ class Call(IntEnum):
     SCATTER = 8
     """Receive your shards of what the first process passes."""
     SHARE = 9
-    """The text is a JSON value for all."""
+    """Take the value."""
     ANSWER = 10
     """A vector follows."""
 
@@ -66,7 +65,8 @@ class Message(NamedTuple):
 
     call: Call
     fragment: int = 0
-    text: str = ""
+    value: Any = None
+    """A JSON value."""
 
 
 class Inside:
@@ -94,10 +94,10 @@ class Inside:
         """True for the process that calls."""
         return self.index == 0
 
-    def lead(self, call: Call, fragment: int = 0, text: str = "") -> None:
+    def lead(self, call: Call, fragment: int = 0, value: object = None) -> None:
         """Call the other processes; only the first may."""
         assert self.is_first, "the others follow"
-        posted = [(k, self._post(Message(call, fragment, text), k)) for k in range(1, self.size)]
+        posted = [(k, self._post(Message(call, fragment, value), k)) for k in range(1, self.size)]
         for follower, works in posted:
             self._wait(works, follower, self._timeout_seconds)
 
@@ -127,9 +127,9 @@ class Inside:
     def share(self, value: object = None) -> Any:
         """The first process's JSON value, in all processes."""
         if self.is_first:
-            self.lead(Call.SHARE, text=json.dumps(value))
+            self.lead(Call.SHARE, value=value)
             return value
-        return json.loads(self.follow(Call.SHARE).text)
+        return self.follow(Call.SHARE).value
 
     def send(self, vector_n: Tensor, to: int) -> None:
         """Send a vector on the CPU, which must not change any more, to the first process or from it to another."""
@@ -173,7 +173,7 @@ class Inside:
         for other in range(1, self.size) if self.is_first else range(1):
             if other != self._told_by:
                 with suppress(ExchangeError):  # it may be gone, too
-                    posted.append((other, self._post(Message(Call.FAILED, text=self.failure), other)))
+                    posted.append((other, self._post(Message(Call.FAILED, value=self.failure), other)))
         deadline = time.monotonic() + _SECONDS_TO_BE_READ
         for other, works in posted:
             with suppress(ExchangeError):
@@ -181,10 +181,11 @@ class Inside:
 
     def _post(self, message: Message, to: int) -> "list[_Posted]":
         """Start to send a message."""
-        text = torch.frombuffer(bytearray(message.text.encode()), dtype=torch.uint8) if message.text else None
-        head = torch.tensor([message.call, message.fragment, 0 if text is None else text.numel()])
-        works = [self._posted(head, to, _HEAD)]
-        return works if text is None else [*works, self._posted(text, to, _TEXT)]
+        text = b"" if message.value is None else msgspec.json.encode(message.value)
+        works = [self._posted(torch.tensor([message.call, message.fragment, len(text)]), to, _HEAD)]
+        if text:
+            works.append(self._posted(torch.frombuffer(bytearray(text), dtype=torch.uint8), to, _TEXT))
+        return works
 
     def _posted(self, tensor: Tensor, to: int, tag: int) -> "_Posted":
         with self._naming(to):
@@ -195,13 +196,15 @@ class Inside:
         head = torch.empty(3, dtype=torch.int64)
         self._receive_into(head, source, _HEAD)
         call, fragment, num_bytes = head.tolist()
-        text = torch.empty(num_bytes, dtype=torch.uint8)
+        value = None
         if num_bytes:
+            text = torch.empty(num_bytes, dtype=torch.uint8)
             self._receive_into(text, source, _TEXT)
-        message = Message(Call(call), fragment, text.numpy().tobytes().decode())
+            value = msgspec.json.decode(text.numpy().data)
+        message = Message(Call(call), fragment, value)
         if message.call is Call.FAILED:
-            self.failure, self._told_by = message.text, source
-            raise ExchangeError(message.text)
+            self.failure, self._told_by = message.value, source
+            raise ExchangeError(message.value)
         sent, self._sent = self._sent, []
         self._wait(sent, source, self._timeout_seconds)
         return message
@@ -437,19 +440,17 @@ class LeadingMembership(ElasticMembership):
             replica=replica.number,
             rounds=self.rounds,
             counted_tokens=replica.tokens - self.uncounted_tokens,
-            bytes_sent=replica.bytes_sent,
-            bytes_received=replica.bytes_received,
-            blocked_seconds=replica.blocked_seconds,
+            counters=replica.counters(),
             num_sent=self.next_seq,
             outer_steps=[
                 _Taken(*o.sync, len(o.cohort.members) if o.cohort and sees_deltas else 0) for o in outer_steps
             ],
         )
-        self._inside.lead(Call.DONE, text=msgspec.json.encode(report).decode())
+        self._inside.lead(Call.DONE, value=report)
         return outer_steps
 
 
-class FollowingMembership:
+class FollowingMembership(Membership):
     """Another process of a replica: it hands over its shards of θ, and takes them back."""
 
     def __init__(self, settings: Settings, parameters: GatheredParameters) -> None:
@@ -470,11 +471,6 @@ class FollowingMembership:
         return self._inside.failure
 
     @property
-    def answers(self) -> None:
-        """None: replicas meet in the log, and do not answer each other."""
-        return
-
-    @property
     def uncounted_tokens(self) -> float:
         """Tokens that this replica has read and the run has not counted yet, on average over the fragments."""
         return self.replica.tokens - self._report.counted_tokens
@@ -482,13 +478,6 @@ class FollowingMembership:
     def initial_fragments(self) -> Sequence[int]:
         """The fragments of which no outer step was taken."""
         return [p for p, num_taken in enumerate(self._report.rounds) if not num_taken]
-
-    def uncounted_fragments(self) -> Sequence[int]:
-        """No fragment: the first process knows, and warns."""
-        return ()
-
-    def expect_next(self) -> None:
-        """Do nothing: Θ lies in the first process."""
 
     def fail_together(self) -> AbstractContextManager[None]:
         """A context whose errors the first process hears of."""
@@ -531,23 +520,21 @@ class FollowingMembership:
     def load(self, accepted: Mapping[str, Any]) -> None:
         """Hand over the shards of a state; the first process moves θ before the next inner step ends."""
         vectors_of(accepted, self._parameters)
-        replica = self.replica
-        replica.num_steps, replica.tokens = accepted["num_steps"], accepted["tokens"]
-        replica.bytes_sent, replica.bytes_received = accepted["bytes_sent"], accepted["bytes_received"]
-        replica.blocked_seconds = accepted["blocked_seconds"]
+        self.replica.resume(accepted)
 
     def _follow(self) -> tuple[OuterStep, ...]:
         """Serve the first process until it is done with this step; returns the outer steps that it took."""
         while (message := self._inside.follow(Call.THETA, Call.MERGE, Call.DONE)).call is not Call.DONE:
             self._serve(message)
-        self._report, replica = _REPORTS.decode(message.text), self.replica
-        replica.number, replica.bytes_sent = self._report.replica, self._report.bytes_sent
-        replica.bytes_received, replica.blocked_seconds = self._report.bytes_received, self._report.blocked_seconds
+        self._report = msgspec.convert(message.value, Report)
+        self.replica.number = self._report.replica
+        self.replica.resume(self._report.counters)
         return tuple(self._outer_step(taken) for taken in self._report.outer_steps)
 
     def _serve(self, message: Message) -> None:
         """Do this process's part of a call."""
         if message.call is Call.THETA:
+            self._parameters.watch.take(self.replica.num_steps)()
             self.replica.check_parameters((message.fragment,))
             self._parameters.give(message.fragment)
         else:
@@ -575,18 +562,13 @@ class _Taken(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """The first process's words at the end of a step in which something happened."""
+    """The first process's report to the others after a step that changed something."""
 
     run: str = ""
     replica: int = 0
     rounds: list[int] = []
     counted_tokens: float = 0.0
     """Tokens that the run has counted, on average over the fragments."""
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    blocked_seconds: float = 0.0
+    counters: dict[str, Any] = {}
     num_sent: int = 0
     outer_steps: list[_Taken] = []
-
-
-_REPORTS = msgspec.json.Decoder(Report)

@@ -5,9 +5,7 @@ Shapes: N elements of one fragment that this process holds.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,9 +15,9 @@ from torch import Tensor
 from diloco.engine import checkpoint
 from diloco.engine.checkpoint import agree_or_refuse, loadable
 from diloco.engine.guards import refuse_equal_payloads
-from diloco.engine.lanes import HereLane, Lane, QueueLane, ThreadLane
+from diloco.engine.lanes import QueueLane, Start, here, in_thread
 from diloco.engine.outer_state import ERROR, OUTER
-from diloco.engine.replica import Offer, Replica
+from diloco.engine.replica import Flight, Membership, Replica
 from diloco.errors import DisagreementError, ExchangeError, PayloadError, UserError
 from diloco.exchange.process_group import Answers
 from diloco.exchange.transport import Channel, Tag, Transport, agree, fail_together
@@ -29,21 +27,21 @@ from diloco.outer.digest import parameters_hash
 from diloco.outer.step import OuterStep
 from diloco.schedule import Due, Sync
 from diloco.wire import codec
-from diloco.wire.payload import Key, Unsealed
+from diloco.wire.payload import Key
 
 
-def exchange(transport: Transport, relays: Lane, offer: Offer) -> Callable[[], dict[int, Tensor]]:
-    """Start to bring every member what it needs of an offer that is sealed.
+def exchange(transport: Transport, flight: Flight) -> Callable[[], dict[int, Tensor]]:
+    """Start to bring every member what it needs of a flight that is sealed.
 
-    A second phase follows on the lane `relays` as soon as the first is over.
+    A second phase follows in a thread as soon as the first is over.
 
     Returns:
         A function that waits for the last phase's payload of every member, this replica's own included.
     """
-    reduction, size, key, cohort = offer.reduction, offer.num_elements, offer.key, offer.cohort
-    tag = Tag(Channel.PAYLOAD, key.fragment, key.round, shard=key.shard, step=offer.sync.step)
+    reduction, size, key, cohort = flight.reduction, flight.num_elements, flight.key, flight.cohort
+    tag = Tag(Channel.PAYLOAD, key.fragment, key.round, shard=key.shard, step=flight.sync.step)
     check = partial(refuse_equal_payloads, reduction=reduction, num_elements=size, key=key, cohort=cohort)
-    addressed = reduction.addressed(offer.payloads, cohort)
+    addressed = reduction.addressed(flight.payloads, cohort)
     first = _Phase(transport, addressed, tag, check if tag.round == 1 else None)
     if reduction.num_phases == 1:
         return first.wait
@@ -52,7 +50,7 @@ def exchange(transport: Transport, relays: Lane, offer: Offer) -> Callable[[], d
         average = reduction.relay(first.wait(), size, key, cohort)
         return _Phase(transport, dict.fromkeys(cohort.members, average), tag._replace(phase=1)).wait()
 
-    return relays.run(relay).result
+    return in_thread(relay).result
 
 
 class _Phase:
@@ -77,24 +75,7 @@ class _Phase:
         return received
 
 
-@dataclass(eq=False)
-class Flight:
-    """An offer on its way, from its send until no replica needs its payloads any more."""
-
-    offer: Offer
-    sent: "Future[Callable[[], dict[int, Tensor]]]"
-    """The send, which waits for a GPU until it has encoded the outer gradient; its result waits for the others."""
-    received: bool = False
-    """True once the payloads of all members have come."""
-    started: float = field(default_factory=time.perf_counter)
-
-    @property
-    def sync(self) -> Sync:
-        """Fragment, round, and the step after which the offer was sent."""
-        return self.offer.sync
-
-
-class FixedMembership:
+class FixedMembership(Membership):
     """This replica in the group of a transport.
 
     Args:
@@ -109,12 +90,10 @@ class FixedMembership:
         self.replica, self.transport = replica, transport
         self.cohort = Cohort.equal(transport.num_replicas)
         """The replicas of the outer steps that begin now."""
-        self.relays: Lane = ThreadLane()
-        """The lane on which a reduction's second phase follows the first."""
-        self.sends: Lane = QueueLane() if replica.lane.is_apart else HereLane()
-        """The lane on which a GPU is waited for before something is sent."""
+        self.sends: Start = QueueLane().start if replica.lane.is_apart else here
+        """The way to wait for a GPU before something is sent."""
         self.in_flight: list[Flight] = []
-        """The offers in flight, in the order in which they were sent."""
+        """In the order in which they were sent."""
         self.drained_step = 0
         """The last step at which `finish` merged everything that was sent."""
         self._schedule, self._due = replica.settings.schedule, Due((), ())
@@ -141,18 +120,9 @@ class FixedMembership:
         """The other replicas' answers; None with a transport of one's own that does not know them."""
         return getattr(self.transport, "answers", None)
 
-    @property
-    def uncounted_tokens(self) -> float:
-        """0: outer steps of a fixed group have equal weights, and count no tokens."""
-        return 0.0
-
     def initial_fragments(self) -> Sequence[int]:
         """The fragments that were never sent."""
         return [p for p, last_sent in enumerate(self.replica.last_sent) if not last_sent]
-
-    def uncounted_fragments(self) -> Sequence[int]:
-        """No fragment: a fixed group counts all payloads."""
-        return ()
 
     def fail_together(self) -> AbstractContextManager[None]:
         """A context whose errors the other replicas hear of."""
@@ -192,40 +162,41 @@ class FixedMembership:
         with replica.fail_together():
             replica.check_parameters(sync.fragment for sync in syncs)
             with replica.record.encoding():
-                offers = [self._encode(sync) for sync in syncs]
-            for offer in offers:
-                replica.lane.queue(partial(replica.on_send, offer.sync, offer.own))
-        for offer in offers:
-            p, error_N, offer.error_N = offer.sync.fragment, offer.error_N, None
+                flights = [self._encode(sync) for sync in syncs]
+            for flight in flights:
+                replica.lane.queue(partial(replica.on_send, flight.sync, flight.own))
+        for flight in flights:
+            p, error_N, flight.error_N = flight.sync.fragment, flight.error_N, None
             if error_N is not None:
                 replica.lane.queue(partial(replica.keep_error, p, error_N))
-            self._start(offer)
+            self._start(flight)
             replica.bytes_sent += self._fragment_bytes[p]
-            replica.last_sent[p] = offer.sync.step
+            replica.last_sent[p] = flight.sync.step
 
-    def _encode(self, sync: Sync) -> Offer:
-        """The offer of a fragment; on a CPU it is sealed."""
+    def _encode(self, sync: Sync) -> Flight:
+        """The flight of a fragment; on a CPU it is sealed."""
         replica = self.replica
         is_compared = replica.settings.outer.shared and len(self.cohort.members) > 1
-        offer = replica.encode(sync, self.key(sync), self.cohort, base=None if is_compared else 0)
+        flight = replica.encode(sync, self.key(sync), self.cohort, base=None if is_compared else 0)
         if not replica.lane.is_apart:
             with replica.naming_non_finite(sync):
-                offer.seal()
-        return offer
+                flight.seal()
+        return flight
 
     def key(self, sync: Sync) -> Key:
         """The key of this replica's payloads of a sync."""
         seed = self.replica.settings.seed
         return Key(seed, sync.fragment, sync.round, self.transport.replica, shard=self._shard)
 
-    def _start(self, offer: Offer) -> None:
-        """Send an offer as soon as it is sealed."""
+    def _start(self, flight: Flight) -> None:
+        """Send a flight as soon as it is sealed."""
 
         def send() -> Callable[[], dict[int, Tensor]]:
-            offer.seal()
-            return exchange(self.transport, self.relays, offer)
+            flight.seal()
+            return exchange(self.transport, flight)
 
-        self.in_flight.append(Flight(offer, self.sends.run(send)))
+        flight.sent, flight.started = self.sends(send), time.perf_counter()
+        self.in_flight.append(flight)
 
     def _check_sends(self) -> None:
         """Raise what a send has met since it was begun; shards, which fail together, do so at the merge.
@@ -234,12 +205,13 @@ class FixedMembership:
             NonFiniteError, UserError: if an outer gradient is not finite, or a merge was undone; it was not sent.
         """
         for flight in self.in_flight if self.replica.parameters.group.size == 1 else ():
-            if flight.sent.done():
+            if flight.sent is not None and flight.sent.done():
                 with self._naming(flight.sync):
                     self._wait_for_send(flight)
 
     def _wait_for_send(self, flight: Flight) -> Callable[[], dict[int, Tensor]]:
-        """Wait until an offer is sealed and sent; returns the function that waits for all members' payloads."""
+        """Wait until a flight is sealed and sent; returns the function that waits for all members' payloads."""
+        assert flight.sent is not None, "it was started"
         with self.replica.naming_non_finite(flight.sync):
             return flight.sent.result()
 
@@ -247,7 +219,7 @@ class FixedMembership:
         """Wait for everything first, so that a failure leaves all parameters as they were, in all shards.
 
         Args:
-            syncs: of the offers to merge, in order.
+            syncs: of the flights to merge, in order.
             forget: the step up to which no replica needs what was sent any more, not even after a resume.
         """
         due = [flight for sync in syncs for flight in self.in_flight if flight.sync == sync]
@@ -256,13 +228,12 @@ class FixedMembership:
         again = [
             flight
             for flight in self.in_flight
-            if flight.sync.step <= forget and not flight.received and flight.sync not in syncs
+            if flight.sync.step <= forget and not flight.is_received and flight.sync not in syncs
         ]
         self.in_flight = [flight for flight in self.in_flight if flight.sync.step > forget]
         if not due and not again:
             return ()  # most steps: the shards have nothing to tell each other
         with self.replica.fail_together():
-            self.replica.parameters.watch.check()
             for flight in again:
                 self._receive(flight)
             received = [self._receive(flight) for flight in due]
@@ -272,10 +243,9 @@ class FixedMembership:
             ]
         steps = []
         for flight, average, (payloads, blocked_seconds) in zip(due, averages, received, strict=True):
-            offer = flight.offer
-            self.replica.bytes_received += self._fragment_bytes[offer.sync.fragment]
-            self.replica.take(offer.sync, average, offer.cohort, self.replica.settings.mixing)
-            steps.append(self.replica.taken(offer, payloads, average, blocked_seconds=blocked_seconds))
+            self.replica.bytes_received += self._fragment_bytes[flight.sync.fragment]
+            self.replica.take(flight.sync, average, flight.cohort, self.replica.settings.mixing)
+            steps.append(self.replica.taken(flight, payloads, average, blocked_seconds=blocked_seconds))
         return tuple(steps)
 
     def _receive(self, flight: Flight) -> tuple[dict[int, Tensor], float]:
@@ -284,23 +254,21 @@ class FixedMembership:
         with self._naming(flight.sync):
             payloads = self._wait_for_send(flight)()
         blocked_seconds = time.perf_counter() - start
-        flight.received = True
+        flight.is_received = True
         self.replica.blocked_seconds += blocked_seconds
-        offer = flight.offer
-        num_bytes = offer.reduction.bytes_sent(offer.num_elements, len(offer.cohort.members))
+        num_bytes = flight.reduction.bytes_sent(flight.num_elements, len(flight.cohort.members))
         self.replica.record.received(num_bytes, time.perf_counter() - flight.started, blocked_seconds)
         return payloads, blocked_seconds
 
     def _average(self, flight: Flight, payloads: dict[int, Tensor], *, first: bool) -> Average:
         """The average of the outer gradients; of the first flight that is due, in the memory kept for that."""
-        offer, replica = flight.offer, self.replica
-        scratch_N = replica.scratch(offer.sync.fragment)
+        replica, scratch_N = self.replica, self.replica.scratch(flight.sync.fragment)
 
         def work() -> Average:
             to_N = scratch_N if first else torch.empty_like(scratch_N)
-            return offer.reduction.average(payloads, to_N, offer.key, offer.cohort)
+            return flight.reduction.average(payloads, to_N, flight.key, flight.cohort)
 
-        with self._naming(offer.sync), replica.record.merging():
+        with self._naming(flight.sync), replica.record.merging():
             return replica.lane.queue(work, after_training=False)
 
     @contextmanager
@@ -331,6 +299,8 @@ class FixedMembership:
             facts = {"number of inner steps at finish()": step, "fragments that finish() flushes": fragments}
             agree(self.transport, facts)
             first_step = step - self._schedule.overlap(self.transport.replica) + 1
+            with self.replica.fail_together():
+                self.replica.parameters.watch.take(step)()
             merged = self.merge([f.sync for f in self.in_flight if f.sync.step >= first_step], forget=step)
             for p in fragments:
                 # The number of its next round: rounds in flight together have different ones.
@@ -391,8 +361,10 @@ class FixedMembership:
                 # On the CPU, where zeros take no memory until they are written.
                 yield torch.zeros(self.replica.state.num_elements(p), dtype=torch.float32, device="cpu")
             else:
-                self._wait_for_send(flight)
-                yield flight.offer.own()
+                with self._naming(flight.sync):
+                    self._wait_for_send(flight)
+                    own_N = flight.own()
+                yield own_N
 
     def accepted(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         """A state as this engine takes it up; it is refused on all replicas, or on none."""
@@ -404,19 +376,17 @@ class FixedMembership:
         checkpoint.load(replica, accepted)
         self.in_flight = []
         # In fp32, since what was sent is rounded already: so the state may be cut into other shards.
-        wire = codec("fp32")
-        reduction = replica.reduction.with_wire(wire)
+        reduction = replica.reduction.with_wire(codec("fp32"))
         sent_from = torch.device("cpu") if replica.lane.is_apart else replica.parameters.device
         for sync in (Sync(*values) for values in accepted["in_flight"]):
             sent_N, key = replica.parameters.flat_of(sync.fragment, accepted["sent"]).to(sent_from), self.key(sync)
             self._start(
-                Offer(
+                Flight(
                     sync=sync,
                     key=key,
                     cohort=self.cohort,
                     num_elements=sent_N.numel(),
                     reduction=reduction,
-                    unsealed=Unsealed(wire),
                     payloads=reduction.encode(sent_N, key, self.cohort),
                 )
             )

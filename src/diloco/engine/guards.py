@@ -3,9 +3,8 @@
 Shapes: N elements of one fragment, K sampled ones.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from diloco.errors import UserError
 from diloco.outer.averages import Reduction
 from diloco.outer.cohort import Cohort
 from diloco.wire.formats import HEADER_BYTES
+from diloco.wire.kernels.memory import begin_to_host
 from diloco.wire.payload import Key
 
 _MIN_BODY_BYTES = 64
@@ -79,16 +79,6 @@ class _Merge:
     """The fragment's samples before and after the merge, and after each of the next two inner steps."""
 
 
-class Verdict(NamedTuple):
-    """A judgement on a merge."""
-
-    fragment: int
-    step: int
-    """The inner step after which the merge was."""
-    is_undone: Tensor
-    """A bool on the device of the parameters."""
-
-
 class MergeWatch:
     """Notices an optimizer that overwrites merged parameters with weights of its own, which saw no merge.
 
@@ -103,7 +93,8 @@ class MergeWatch:
     def __init__(self) -> None:
         self.merges: dict[int, _Merge] = {}
         """The merges to look at after the next two inner steps, by fragment."""
-        self._verdicts: list[Verdict] = []
+        self._verdicts: list[tuple[int, int, Callable[[], Tensor]]] = []
+        """Fragment and step of each merge that was judged, and a function that reads whether it was undone."""
 
     def merged(self, fragment: int, step: int, before_K: Tensor, shards: Sequence[Tensor]) -> None:
         """Remember a merge, from the sample before it and this process's shards after it."""
@@ -119,51 +110,32 @@ class MergeWatch:
             return
         merge.samples.append(sample(shards))
         if len(merge.samples) == 4:
-            self._verdicts.append(Verdict(fragment, merge.step, _undone(merge.samples, merge.resolution)))
+            verdict = begin_to_host(_undone(merge.samples, merge.resolution))
+            self._verdicts.append((fragment, merge.step, verdict))
             del self.merges[fragment]
 
-    def check(self) -> None:
-        """Refuse to go on if a merge was undone, as far as that is known on the host.
+    def take(self, step: int) -> Callable[[], None]:
+        """A function that refuses to go on after an inner step if a merge that was judged so far was undone.
+
+        It waits for what a GPU has to do until then, and may be called by any thread.
 
         Raises:
-            UserError: naming the fragment and the step.
+            UserError: by that function, naming the fragment and the step of the merge.
         """
-        on_host = [verdict for verdict in self._verdicts if verdict.is_undone.device.type == "cpu"]
-        self._verdicts = [verdict for verdict in self._verdicts if verdict.is_undone.device.type != "cpu"]
-        for verdict in on_host:
-            if verdict.is_undone:
-                raise undone(verdict)
+        verdicts, self._verdicts = self._verdicts, []
 
-    def take(self) -> list[Verdict]:
-        """The verdicts that lie on another device, where the host reads them with the next payload."""
-        taken, self._verdicts = self._verdicts, []
-        return taken
+        def check() -> None:
+            for fragment, merged, is_undone in verdicts:
+                if is_undone():
+                    raise UserError(
+                        f"step {step}: the merge of fragment {fragment} after step {merged} was undone by the "
+                        "next inner step: the optimizer keeps weights of its own and overwrote the merged "
+                        "parameters with them: give them to the engine as masters=, a tensor by parameter name or "
+                        "an adapter of diloco.integrations",
+                        "masters",
+                    )
 
-
-def refuse_undone(verdicts: Sequence[Verdict], are_undone: Sequence[object], step: int) -> None:
-    """Refuse to send after an inner step if a merge was undone.
-
-    Args:
-        verdicts: judgements on merges.
-        are_undone: what each says, on the host.
-        step: the inner step.
-
-    Raises:
-        UserError: naming the fragment and the step of the merge.
-    """
-    for verdict, is_undone in zip(verdicts, are_undone, strict=True):
-        if is_undone:
-            raise undone(verdict, f"step {step}: ")
-
-
-def undone(verdict: Verdict, where: str = "") -> UserError:
-    """The error that names the fragment and the step of a merge that was undone."""
-    return UserError(
-        f"{where}the merge of fragment {verdict.fragment} after step {verdict.step} was undone by the next inner "
-        "step: the optimizer keeps weights of its own and overwrote the merged parameters with them: give them to "
-        "the engine as masters=, a tensor by parameter name or an adapter of diloco.integrations",
-        "masters",
-    )
+        return check
 
 
 def sample(shards: Sequence[Tensor]) -> Tensor:

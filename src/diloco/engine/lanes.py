@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,46 +18,36 @@ from diloco.wire.kernels.memory import mark, pinned_copy
 T = TypeVar("T")
 
 
-class Lane(Protocol):
-    """A place for work of the host."""
-
-    def run(self, work: Callable[[], T]) -> "Future[T]":
-        """Start the work and return at once."""
-        ...
+Start: TypeAlias = Callable[[Callable[[], Any]], "Future[Any]"]
+"""A way to do work of the host: it starts the work, and returns the future of its result."""
 
 
-class HereLane:
-    """The training thread itself: the work is done when `run` returns, and raises there.
+def here(work: Callable[[], T]) -> "Future[T]":
+    """Do the work in the training thread, and raise there.
 
-    >>> HereLane().run(lambda: 1 + 1).result()
+    >>> here(lambda: 1 + 1).result()
     2
     """
-
-    def run(self, work: Callable[[], T]) -> "Future[T]":
-        """Do the work, and return its result."""
-        result: Future[T] = Future()
-        result.set_result(work())
-        return result
+    result: Future[T] = Future()
+    result.set_result(work())
+    return result
 
 
-class ThreadLane:
-    """A daemon thread for each piece of work.
+def in_thread(work: Callable[[], T]) -> "Future[T]":
+    """Start a daemon thread for the work.
 
-    >>> ThreadLane().run(lambda: 1 + 1).result()
+    >>> in_thread(lambda: 1 + 1).result()
     2
     """
-
-    def run(self, work: Callable[[], T]) -> "Future[T]":
-        """Start a thread."""
-        result: Future[T] = Future()
-        Thread(target=_fulfil, args=(result, work), name="diloco lane", daemon=True).start()
-        return result
+    result: Future[T] = Future()
+    Thread(target=_fulfil, args=(result, work), name="diloco lane", daemon=True).start()
+    return result
 
 
 class QueueLane:
     """One daemon thread, which does the pieces of work in the order in which they were started.
 
-    >>> QueueLane().run(lambda: 1 + 1).result()
+    >>> QueueLane().start(lambda: 1 + 1).result()
     2
     """
 
@@ -65,7 +55,7 @@ class QueueLane:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._thread: Thread | None = None
 
-    def run(self, work: Callable[[], T]) -> "Future[T]":
+    def start(self, work: Callable[[], T]) -> "Future[T]":
         """Queue the work for the thread."""
         if self._thread is None:
             self._thread = Thread(target=_fulfil_all, args=(self._queue,), name="diloco lane", daemon=True)

@@ -11,7 +11,6 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from copy import copy
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
@@ -21,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from diloco.engine.guards import MergeWatch, sample
 from diloco.errors import UserError
 from diloco.exchange.group import TorchGroup
+from diloco.exchange.private_torch import dtensor_like
 from diloco.exchange.transport import Group, OneProcess
 from diloco.fragments import Fragment, block_spans
 from diloco.outer.digest import parameters_hash
@@ -67,7 +67,7 @@ class MasterTensors:
         """
         for name in names:
             if name not in self._tensors:
-                raise UserError(f"masters has no tensor for parameter {name}: give one a parameter", "masters")
+                raise UserError(f"masters has no tensor for parameter {name}: give one per parameter", "masters")
         return {name: self._tensors[name] for name in names}
 
     @torch.no_grad()
@@ -285,13 +285,12 @@ class FragmentParameters:
         reshard(self._model)
 
     def check_still_the_models(self, fragments: Iterable[int]) -> None:
-        """Refuse a model whose parameters are no longer those of the fragments, or did not keep a merge.
+        """Refuse a model whose parameters are no longer those of the fragments.
 
         Raises:
             UserError: naming the parameter.
         """
         reshard(self._model)
-        self.watch.check()
         placed = {name for part in self._by_fragment for name in part}
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and name not in placed:
@@ -337,13 +336,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 def sharded_like(part: Tensor, like: Tensor) -> Tensor:
     """A tensor that is sharded as `like` is, from this process's shard in any memory and of any dtype."""
-    if not is_sharded(like):
-        return part
-    # Not by DTensor.from_local, which takes the part to the mesh's device. torch 2.9 to 2.13 have `_spec`.
-    spec = copy(like._spec)
-    assert spec.tensor_meta is not None, "the tensor exists"
-    spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
-    return type(like)(part, spec, requires_grad=False)
+    return dtensor_like(part, like) if is_sharded(like) else part
 
 
 def copied_to_cpu(tensor: Tensor) -> Tensor:

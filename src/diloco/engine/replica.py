@@ -4,26 +4,26 @@ Shapes: N elements of one fragment that this process holds.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from diloco.engine.guards import refuse_undone
 from diloco.engine.lanes import DeviceLane, SameLane
 from diloco.engine.outer_state import ERROR, OUTER, OuterState
 from diloco.engine.parameters import FragmentParameters
-from diloco.engine.settings import Settings
+from diloco.engine.settings import COUNTERS, Settings
 from diloco.errors import NonFiniteError, UserError
 from diloco.exchange.process_group import Answers
 from diloco.outer.averages import Average, Reduction
 from diloco.outer.cohort import Cohort
 from diloco.outer.digest import outer_digest_there
-from diloco.outer.feedback import encode_with_feedback
 from diloco.outer.merge import MergeRule
 from diloco.outer.rule import FragmentState
 from diloco.outer.step import OuterStep, take_outer_step
@@ -33,8 +33,8 @@ from diloco.wire.payload import Codec, Key, Unsealed, non_finite
 
 
 @dataclass(eq=False, kw_only=True)
-class Offer:
-    """This replica's outer gradient of a fragment, from its encoding to its end.
+class Flight:
+    """This replica's outer gradient of a fragment as payloads, from their encoding to their end.
 
     On a GPU, encoding may still be under way, and the payloads on their way to the host, until it is sealed.
     """
@@ -48,18 +48,29 @@ class Offer:
     """N."""
     reduction: Reduction
     """The way from the members' payloads to an average."""
-    unsealed: Unsealed
-    """The codec that wrote the payloads' bodies."""
+    unsealed: Unsealed | None = None
+    """The codec that wrote the payloads' bodies; None once they are sealed."""
     payloads: tuple[Tensor, ...]
     """The payloads: on the device without headers, and once they are sealed, where they are sent from."""
     error_N: Tensor | None = None
     """The error of error feedback that the payloads leave."""
     seal_work: Callable[[], tuple[Tensor, ...]] | None = None
     """Makes the sealed payloads; None once they are."""
+    sent: "Future[Callable[[], dict[int, Tensor]]] | None" = None
+    """The send, which begins once it is sealed; its result waits for the payloads of all members."""
+    started: float = 0.0
+    """The time of its start, by `time.perf_counter`."""
+    is_received: bool = False
+    """True once the payloads of all members have come."""
 
     def own(self) -> Tensor:
-        """The outer gradient as the other replicas will decode it, flat FP32 (N)."""
-        return self.reduction.with_wire(self.unsealed).decode(self.payloads, self.num_elements, self.key)
+        """The outer gradient as the other replicas will decode it, flat FP32 (N).
+
+        Raises:
+            PayloadError: if the payloads are sealed, and were damaged since.
+        """
+        reduction = self.reduction if self.unsealed is None else self.reduction.with_wire(self.unsealed)
+        return reduction.decode(self.payloads, self.num_elements, self.key)
 
     def seal(self) -> None:
         """Wait for the device, and write the payloads' headers, unless that is done.
@@ -69,7 +80,7 @@ class Offer:
             UserError: if an earlier merge was undone.
         """
         if self.seal_work is not None:
-            self.payloads, self.seal_work = self.seal_work(), None
+            self.payloads, self.seal_work, self.unsealed = self.seal_work(), None, None
 
 
 def together(payloads: Sequence[Tensor], to_host: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
@@ -173,8 +184,6 @@ class Replica:
     """For each fragment the step after which it was sent last; 0 if never."""
     record: Record = field(default_factory=Record)
     """Measurements of the syncs, for logs."""
-    on_keep: Callable[[str, int], object] = lambda kind, p: None
-    """Called with the kind and the fragment of each vector of the state that was changed."""
 
     def __post_init__(self) -> None:
         """Make the memory in which sums are made."""
@@ -183,6 +192,16 @@ class Replica:
         self.reduction = self.settings.reduction
         """The way from payloads to an average."""
         self._scratch = empty(max(sizes), torch.float32, self.parameters.device)
+
+    def counters(self) -> dict[str, Any]:
+        """The plain values of a state that every replica has."""
+        return {name: getattr(self, name) for name in COUNTERS} | {"last_sent": list(self.last_sent)}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Take up the plain values of a state."""
+        for name in COUNTERS:
+            setattr(self, name, state[name])
+        self.last_sent = list(state["last_sent"])
 
     def scratch(self, p: int) -> Tensor:
         """The memory in which one outer gradient or average of a fragment is made, FP32 (N)."""
@@ -193,7 +212,7 @@ class Replica:
         return self.parameters.fail_together(f"step {self.num_steps}: another shard of replica {self.number}")
 
     def check_parameters(self, fragments: Iterable[int]) -> None:
-        """Refuse parameters that are no longer those of the model, or did not keep a merge.
+        """Refuse parameters that are no longer those of the model.
 
         Raises:
             UserError: naming step and parameter.
@@ -203,7 +222,7 @@ class Replica:
         except UserError as error:
             raise UserError(f"step {self.num_steps}: {error}") from None
 
-    def encode(self, sync: Sync, key: Key, cohort: Cohort, *, base: int | None) -> Offer:
+    def encode(self, sync: Sync, key: Key, cohort: Cohort, *, base: int | None) -> Flight:
         """Encode a fragment's outer gradient on the lane.
 
         Args:
@@ -216,36 +235,35 @@ class Replica:
         lane.join()  # it has ended with the working memory
         delta_N = self.parameters.outer_gradient(p, self.state.use(OUTER, p), self.scratch(p))
         self.record.sample(delta_N, key)
-        verdicts = self.parameters.watch.take()
+        check_merges = self.parameters.watch.take(sync.step)
         if base is None and not lane.is_apart:
             base = self.state.digest(p)
 
-        def work() -> Offer:
+        def work() -> Flight:
             unsealed = Unsealed(self.settings.wire)
             reduction, error_N = self.reduction.with_wire(unsealed), None
             if beta is None:
                 payloads = reduction.encode(delta_N, key, cohort)
             else:
                 error_N = self.state.use(ERROR, p)
-                payloads, error_N = encode_with_feedback(reduction, delta_N, error_N, beta, key, cohort)
+                payloads, error_N = reduction.encode_with_feedback(delta_N, error_N, beta, key, cohort)
             digests = [outer_digest_there(self.state.use(OUTER, p))] if base is None else []
-            judged = [verdict.is_undone.to(payloads[0].device) for verdict in verdicts]
-            flags = torch.stack([*unsealed.are_finite, *judged])
+            flags = torch.stack(unsealed.are_finite)
             # Beside the payloads, so that the host waits for the device once.
             notes = lane.to_host(torch.cat([*digests, flags.long()]) if digests else flags)
             on_host, wait = together(payloads, lane.to_host), lane.mark()
 
             def seal() -> tuple[Tensor, ...]:
                 wait()
+                check_merges()
                 values = notes.tolist()
                 digest = values.pop(0) % (1 << 64) if base is None else base
-                refuse_undone(verdicts, values[len(payloads) :], sync.step)
-                if not all(values[: len(payloads)]):
+                if not all(values):
                     raise non_finite()
                 unsealed.seal_all(on_host, base=digest)
                 return on_host
 
-            return Offer(
+            return Flight(
                 sync=sync,
                 key=key,
                 cohort=cohort,
@@ -280,12 +298,7 @@ class Replica:
     def keep_error(self, p: int, error_N: Tensor) -> None:
         """Take the error that a payload leaves."""
         self.state.use(ERROR, p).copy_(error_N)
-        self.keep(ERROR, p)
-
-    def keep(self, kind: str, p: int) -> None:
-        """Take home a vector that was changed."""
-        self.state.keep(kind, p)
-        self.on_keep(kind, p)
+        self.state.keep(ERROR, p)
 
     def take(self, sync: Sync, average: Average, cohort: Cohort, mixing: MergeRule) -> None:
         """Take an outer step of a fragment, and merge it."""
@@ -300,25 +313,25 @@ class Replica:
             self.lane.join()
 
     def taken(
-        self, offer: Offer, received: dict[int, Tensor], average: Average, *, blocked_seconds: float
+        self, flight: Flight, received: dict[int, Tensor], average: Average, *, blocked_seconds: float
     ) -> OuterStep:
-        """An outer step that was taken of an offer, which makes averages and outer gradients again when asked.
+        """An outer step that was taken with a flight, which makes averages and outer gradients again when asked.
 
         Args:
-            offer: this replica's.
+            flight: this replica's.
             received: the last phase's payload of every member.
             average: the average of the outer gradients; not kept, since its memory may be reused.
             blocked_seconds: how long training waited for the payloads.
         """
-        size, device, reduction = offer.num_elements, average.total_N.device, offer.reduction
-        key, cohort, lane = offer.key, offer.cohort, self.lane
+        size, device, reduction = flight.num_elements, average.total_N.device, flight.reduction
+        key, cohort, lane = flight.key, flight.cohort, self.lane
 
         def make_average() -> Tensor:
             to_N = torch.empty(size, dtype=torch.float32, device=device)
             return reduction.average(received, to_N, key, cohort).divided()
 
         deltas = partial(reduction.each, received, size, key, device)
-        step = self.described(offer.sync, make_average, deltas, blocked_seconds=blocked_seconds)
+        step = self.described(flight.sync, make_average, deltas, blocked_seconds=blocked_seconds)
         # The payloads have come: nothing waits for training.
         return replace(
             step, begin_work=lambda work: lane.queue(lambda: begin_to_host(work()), after_training=False)
@@ -348,7 +361,7 @@ class Replica:
 
         yield FragmentState(use)
         for kind in used:
-            self.keep(kind, p)
+            self.state.keep(kind, p)
 
 
 def outer_state(settings: Settings, parameters: FragmentParameters, *, offload: bool) -> OuterState:
@@ -361,69 +374,66 @@ def outer_state(settings: Settings, parameters: FragmentParameters, *, offload: 
     )
 
 
-class Membership(Protocol):
+class Membership(ABC):
     """This replica among the others."""
 
-    @property
-    def replica(self) -> Replica:
-        """θ, Θ and the counters."""
-        ...
+    replica: Replica
+    """θ, Θ and the counters."""
 
     @property
+    @abstractmethod
     def failure(self) -> str | None:
         """The reason why this replica can't go on; None as far as is known."""
-        ...
 
     @property
     def answers(self) -> Answers | None:
         """The other replicas' answers; None where they are not known."""
-        ...
+        return None
 
     @property
     def uncounted_tokens(self) -> float:
         """Tokens that this replica has read and no outer step has counted yet, on average over the fragments."""
-        ...
+        return 0.0
 
+    @abstractmethod
     def initial_fragments(self) -> Sequence[int]:
         """The fragments whose Θ is the initial one, as far as this replica knows."""
-        ...
 
     def uncounted_fragments(self) -> Sequence[int]:
-        """The fragments with work that no outer step has counted, nor will count."""
-        ...
+        """The fragments with work that no outer step has counted, nor will count, as far as this process knows."""
+        return ()
 
+    @abstractmethod
     def fail_together(self) -> AbstractContextManager[None]:
         """A context whose errors the other replicas hear of."""
-        ...
 
+    @abstractmethod
     def is_due(self) -> bool:
-        """Whether `advance` has something to do after the inner step that was just counted."""
-        ...
+        """True if `advance` has something to do after the inner step that was just counted."""
 
+    @abstractmethod
     def advance(self) -> tuple[OuterStep, ...]:
         """Send the fragments that are due, and merge those whose overlap has passed."""
-        ...
 
-    def expect_next(self) -> None:
+    def expect_next(self) -> None:  # noqa: B027  nobody knows where replicas come and go
         """Announce the fragment that is used next, if that is known."""
-        ...
 
+    @abstractmethod
     def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
         """Merge what is in flight, and with `flush` send and merge every fragment once more."""
-        ...
 
+    @abstractmethod
     def reset_outer(self) -> None:
         """Take the model's parameters as Θ."""
-        ...
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Everything of this replica that resumes."""
-        ...
 
+    @abstractmethod
     def accepted(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         """A state as `load` takes it, and the parameters unfrozen since; nothing is changed yet."""
-        ...
 
+    @abstractmethod
     def load(self, accepted: Mapping[str, Any]) -> None:
         """Take up a state."""
-        ...

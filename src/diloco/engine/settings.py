@@ -1,7 +1,7 @@
 """The engine's settings, and the arguments that it refuses."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, cast
@@ -28,10 +28,8 @@ from diloco.wire import codec
 from diloco.wire.formats import VERSION, VERY_LONG
 from diloco.wire.payload import Codec
 
-SYNC_EVERY, OVERLAP_STEPS = 100, 5
-"""H and τ where the engine is given neither them nor a schedule."""
-COUNTERS = ("num_steps", "drained_step", "bytes_sent", "bytes_received", "blocked_seconds")
-"""The plain numbers of the engine's state."""
+COUNTERS = ("num_steps", "tokens", "bytes_sent", "bytes_received", "blocked_seconds")
+"""The plain numbers of the engine's state that every replica has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +106,14 @@ class Settings:
 
     def shared_facts(self) -> dict[str, object]:
         """The settings that replicas which come and go must share: not their number, nor τ."""
-        facts = self.facts(1)
-        return {name: facts[name] for name in facts if name not in ("num_replicas", "overlap_steps")}
+        return self.schedule.facts() | self._facts()
 
     def facts(self, num_replicas: int) -> dict[str, object]:
         """The settings that all replicas must share, in the order in which a difference explains the most."""
+        return {"num_replicas": num_replicas, **self.schedule.facts(num_replicas), **self._facts()}
+
+    def _facts(self) -> dict[str, object]:
         return {
-            "num_replicas": num_replicas,
-            **self._facts_of_schedule(num_replicas),
             "outer rule": type(self.outer).__name__,
             **{f"{RULE}{name}": value for name, value in self.outer.facts().items()},
             "merge rule": type(self.mixing).__name__,
@@ -129,7 +127,7 @@ class Settings:
 
     def facts_of_state(self, replica: int, num_replicas: int) -> dict[str, object]:
         """The settings that give meaning to the payloads in flight, and to the error, in a saved state."""
-        schedule = self._facts_of_schedule(num_replicas)
+        schedule = self.schedule.facts(num_replicas)
         return {
             "wire": self.wire.spec,
             "combine": self.reduction.spec,
@@ -142,16 +140,6 @@ class Settings:
             "outer_rule": str(self.outer.facts().get("class", type(self.outer).__name__)),
         }
 
-    def _facts_of_schedule(self, num_replicas: int) -> dict[str, object]:
-        schedule = self.schedule
-        return {
-            "sync_every": schedule.sync_every,
-            "num_fragments": schedule.num_fragments,
-            "overlap_steps": [schedule.overlap(replica) for replica in range(num_replicas)],
-            "offsets": [schedule.offset(fragment) for fragment in range(schedule.num_fragments)],
-            "first_sync": schedule.first_sync,
-        }
-
     def _check_schedule(self, num_replicas: int | None) -> None:
         if self.schedule.num_fragments != len(self.fragments):
             raise UserError(
@@ -159,17 +147,7 @@ class Settings:
                 "fragments: count all of them, the one outside the blocks included",
                 "schedule.num_fragments",
             )
-        overlaps = self.schedule.overlap_steps
-        if isinstance(overlaps, tuple) and num_replicas is None:
-            raise UserError(
-                f"overlap_steps={overlaps} with replicas that come and go: give each replica its own number",
-                "overlap_steps",
-            )
-        if isinstance(overlaps, tuple) and len(overlaps) != num_replicas:
-            raise UserError(
-                f"overlap_steps={overlaps} must hold one number for each of {num_replicas} replicas",
-                "overlap_steps",
-            )
+        self.schedule.check_replicas(num_replicas)
 
     def _check_slots(self) -> None:
         slots = self.outer.slots
@@ -180,7 +158,7 @@ class Settings:
             "in_flight",
             "fragments",
             "last_sent",
-            "tokens",
+            "drained_step",
             *self.facts_of_state(0, 1),
             *COUNTERS,
         }
@@ -223,9 +201,7 @@ def settings_of(
     model: nn.Module,
     *,
     fragments: str | Sequence[Fragment],
-    sync_every: int | None,
-    overlap_steps: int | tuple[int, ...] | None,
-    schedule: Schedule | None,
+    schedule: Callable[[int], Schedule],
     outer: OuterRule | Optimizer | type[Optimizer] | None,
     mixing: float | MergeRule,
     wire: str | Codec,
@@ -233,7 +209,7 @@ def settings_of(
     error_feedback: float | None,
     seed: int,
 ) -> Settings:
-    """The settings that the engine's arguments stand for.
+    """The settings that the engine's arguments stand for; `schedule` makes one of so many fragments.
 
     Raises:
         UserError: if one is of a wrong type, or two contradict each other; the message says what to pass.
@@ -241,14 +217,14 @@ def settings_of(
     partition = _fragments(fragments, model)
     with setting("wire", wire):
         of_payloads = codec(wire) if isinstance(wire, str) else wire
-    _expect("wire", of_payloads, Codec, 'the name of a codec such as "e3m0", or a codec of your own')
-    _expect("combine", combine, str, '"gather" or "reduce_scatter"')
-    _expect("error_feedback", error_feedback, Real | None, "a number above 0 and at most 1, or None")
+    check_type("wire", of_payloads, Codec, 'the name of a codec such as "e3m0", or a codec of your own')
+    check_type("combine", combine, str, '"gather" or "reduce_scatter"')
+    check_type("error_feedback", error_feedback, Real | None, "a number above 0 and at most 1, or None")
     with setting("combine", combine):
         reduction_of(combine, of_payloads)
     return Settings(
         fragments=partition,
-        schedule=_schedule(schedule, sync_every, overlap_steps, len(partition)),
+        schedule=schedule(len(partition)),
         outer=_outer_rule(outer, model),
         mixing=_merge_rule(mixing),
         wire=of_payloads,
@@ -258,7 +234,12 @@ def settings_of(
     )
 
 
-def _expect(name: str, value: object, kind: Any, advice: str) -> None:
+def check_type(name: str, value: object, kind: Any, advice: str) -> None:
+    """Refuse an argument of another type.
+
+    Raises:
+        UserError: with its name, its value, and what to pass.
+    """
     if not isinstance(value, kind):
         raise _wrong(name, value, advice)
 
@@ -275,29 +256,6 @@ def _fragments(fragments: str | Sequence[Fragment], model: nn.Module) -> tuple[F
     if not listed or not all(isinstance(fragment, Fragment) for fragment in listed):
         raise _wrong("fragments", fragments, f"{', '.join(ways)}, or a sequence of diloco.Fragment")
     return listed
-
-
-def _schedule(
-    schedule: Schedule | None,
-    sync_every: int | None,
-    overlap_steps: int | tuple[int, ...] | None,
-    num_fragments: int,
-) -> Schedule:
-    if schedule is None:
-        sync_every = SYNC_EVERY if sync_every is None else sync_every
-        if overlap_steps is None and isinstance(sync_every, int) and 0 < sync_every <= OVERLAP_STEPS:
-            raise UserError(
-                f"sync_every={sync_every} must be above overlap_steps, which is {OVERLAP_STEPS} where it is left "
-                f"out: pass overlap_steps from 0 to {sync_every - 1}, too",
-                *("sync_every", "overlap_steps"),
-            )
-        overlap_steps = OVERLAP_STEPS if overlap_steps is None else overlap_steps
-        return Schedule(sync_every=sync_every, num_fragments=num_fragments, overlap_steps=overlap_steps)
-    _expect("schedule", schedule, Schedule, "diloco.Schedule(sync_every=…, num_fragments=…), or none")
-    for name, value in {"sync_every": sync_every, "overlap_steps": overlap_steps}.items():
-        if value is not None:
-            raise UserError(f"{name}={value} and schedule={schedule}: pass one of the two", name, "schedule")
-    return schedule
 
 
 def _outer_rule(outer: OuterRule | Optimizer | type[Optimizer] | None, model: nn.Module) -> OuterRule:
@@ -364,7 +322,7 @@ def check_model(model: nn.Module, exchange: Transport | None) -> None:
     Raises:
         UserError: that says what to pass.
     """
-    _expect("model", model, nn.Module, "the torch.nn.Module that is trained")
+    check_type("model", model, nn.Module, "the torch.nn.Module that is trained")
     # Whoever has wrapped a module has imported this.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for path, module in model.named_modules():

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, SupportsIndex, cast
+from typing import Any, Literal, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from diloco.engine.lanes import device_lane
 from diloco.engine.outer_state import OUTER
 from diloco.engine.parameters import FragmentParameters, Masters, gathered, is_sharded
 from diloco.engine.replica import Membership, Replica, outer_state
-from diloco.engine.settings import Settings, check_exchange, check_model, settings_of
+from diloco.engine.settings import Settings, check_exchange, check_model, check_type, settings_of
 from diloco.errors import DilocoError, ExchangeError, UserError
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Abortable, Transport, fail_together
@@ -34,7 +34,7 @@ from diloco.outer.merge import MergeRule
 from diloco.outer.rule import OuterRule
 from diloco.outer.step import OuterStep
 from diloco.rendezvous.contract import Rendezvous
-from diloco.schedule import Schedule
+from diloco.schedule import Schedule, schedule_of
 from diloco.wire.kernels.memory import begin_to_host
 from diloco.wire.payload import Codec
 
@@ -103,10 +103,9 @@ class ModelLoads:
     """
 
     def __init__(self, model: nn.Module, replica: Replica) -> None:
-        self.pending = False
-        """True if `check` has something to do: an attribute, since it is read at every step."""
+        self.pending: Literal["loaded", "excused"] | None = None
+        """The reason to call `check`; while loads are excused, those until the next inner step are right."""
         self._replica = replica
-        self._noticed = self._excused = False
         names = (name for fragment in replica.settings.fragments for name in fragment.parameters)
         owners = {name.rpartition(".")[0] for name in names}
         hook = _Hook(weakref.ref(self))
@@ -115,20 +114,20 @@ class ModelLoads:
 
     def notice(self) -> None:
         """Remember that parameters were loaded."""
-        self._noticed = self.pending = True
+        self.pending = self.pending or "loaded"
 
     def accept(self, *, until_next_step: bool = False) -> None:
         """Accept the parameters loaded so far; with `until_next_step`, those loaded before the next step, too."""
-        self._noticed, self._excused, self.pending = False, until_next_step, until_next_step
+        self.pending = "excused" if until_next_step else None
 
     @contextmanager
     def undone(self) -> Iterator[None]:
         """A context after which the parameters have their values from before."""
-        before = self._noticed, self.pending
+        before = self.pending
         try:
             yield
         finally:
-            self._noticed, self.pending = before
+            self.pending = before
 
     def check(self) -> None:
         """Refuse to go on with parameters that were loaded and are not Θ; every shard must call it.
@@ -136,7 +135,7 @@ class ModelLoads:
         Raises:
             UserError: saying how to load them.
         """
-        if self._noticed and not self._excused:
+        if self.pending == "loaded":
             replica = self._replica
             with replica.fail_together():
                 replica.parameters.check_still_the_models(range(replica.state.num_fragments))
@@ -256,12 +255,12 @@ class StreamingDiLoCo:
         self.exchange, self.rendezvous = exchange, rendezvous
         with fail_together(cast(Abortable, rendezvous if exchange is None else exchange)):
             check_model(model, exchange)
+            check_type("schedule", schedule, Schedule | None, "diloco.Schedule(sync_every=…, num_fragments=…)")
+            timing = partial(schedule_of, schedule=schedule, sync_every=sync_every, overlap_steps=overlap_steps)
             self.settings = settings_of(
                 model,
                 fragments=fragments,
-                sync_every=sync_every,
-                overlap_steps=overlap_steps,
-                schedule=schedule,
+                schedule=timing,
                 outer=outer,
                 mixing=mixing,
                 wire=wire,
@@ -411,7 +410,7 @@ class StreamingDiLoCo:
 
     @tokens.setter
     def tokens(self, tokens: int) -> None:
-        self._replica.tokens = tokens
+        self._replica.tokens = int(tokens)
 
     @property
     def bytes_sent(self) -> int:

@@ -3,12 +3,17 @@
 Tests say which versions of torch have them: tests/exchange/test_private_torch.py.
 """
 
+from copy import copy
 from datetime import timedelta
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
+from torch import Tensor
 
 from diloco.exchange.process_group import Backend
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor  # takes a second to import
 
 
 def gloo_backend(store: dist.Store, rank: int, size: int, address: str, timeout_seconds: float) -> Backend:
@@ -25,3 +30,14 @@ def gloo_backend(store: dist.Store, rank: int, size: int, address: str, timeout_
 def timeout_seconds_of(group: dist.ProcessGroup) -> float:
     """The timeout with which a group was made."""
     return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
+
+
+def dtensor_like(part: Tensor, like: "DTensor") -> "DTensor":
+    """A DTensor that is sharded as `like` is, from this process's shard in any memory and of any dtype.
+
+    `DTensor.from_local` takes a shard in host memory to the mesh's device.
+    """
+    spec = copy(like._spec)
+    assert spec.tensor_meta is not None, "the tensor exists"
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
+    return type(like)(part, spec, requires_grad=False)

@@ -30,7 +30,7 @@ with requiring("torchtitan", extra="torchtitan"):
 class DiLoCo(DilocoSettings):
     """The section `[diloco]`: the arguments of `diloco.connect`, and settings.
 
-    What is left out is that of the method streaming_overlapped_fp4, but for overlap_steps, which is 0.
+    What is left out is that of the method streaming_overlapped_fp4, but for τ, which is 0.
     """
 
     address: str | None = None

@@ -3,10 +3,11 @@
 Shapes: N elements of one fragment, S of a share.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -33,28 +34,27 @@ class Average(NamedTuple):
         return self.total_N / torch.full((), self.weight, dtype=torch.float32, device=self.total_N.device)
 
 
-class Reduction(Protocol):
+@dataclass(frozen=True)
+class Reduction(ABC):
     """The way from payloads to an average."""
 
+    wire: Codec
+    """The codec of the outer gradients."""
+    second: Codec | None = None
+    """The codec of averages of shares; None if there are none."""
+    num_phases: ClassVar[int] = 1
+    """1 if each member sends all others its payloads, 2 if it relays something after that."""
+
     @property
+    @abstractmethod
     def spec(self) -> str:
         """The names of the reduction and of its second codec, as `reduction_of` reads them."""
-        ...
 
-    @property
-    def second(self) -> Codec | None:
-        """The codec of averages of shares; None if there are none."""
-        ...
-
-    @property
-    def num_phases(self) -> int:
-        """1 if each member sends all others its payloads, 2 if it relays something after that."""
-        ...
-
-    def with_wire(self, wire: Codec) -> "Reduction":
+    def with_wire(self, wire: Codec) -> Self:
         """The same reduction of outer gradients in another codec."""
-        ...
+        return replace(self, wire=wire)
 
+    @abstractmethod
     def encode(self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0) -> tuple[Tensor, ...]:
         """The payloads of a replica's outer gradient: one for all, or one for each member.
 
@@ -67,15 +67,38 @@ class Reduction(Protocol):
         Raises:
             NonFiniteError: if the outer gradient is not finite.
         """
-        ...
 
+    def encode_with_feedback(
+        self, delta_N: Tensor, error_N: Tensor, beta: float, key: Key, cohort: Cohort
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """e ← β e + Δ; send C(e); e ← e − C(e): what a codec loses is sent with the next (arXiv 1901.09847).
+
+        The new e is right if what was sent enters an outer step.
+
+        Args:
+            delta_N: Δ, flat FP32.
+            error_N: e, flat FP32; zero at the start.
+            beta: β.
+            key: whose outer gradient it is.
+            cohort: the members that share the fragment.
+
+        Returns:
+            The payloads, and the new e; nothing is changed in place.
+
+        Raises:
+            NonFiniteError: if β e + Δ is not finite.
+        """
+        error_N = beta * error_N + delta_N
+        payloads = self.encode(error_N, key, cohort)
+        return payloads, error_N.sub_(self.decode(payloads, error_N.numel(), key))
+
+    @abstractmethod
     def decode(self, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Tensor:
         """The flat FP32 vector (N) that these payloads, all of one replica, stand for."""
-        ...
 
+    @abstractmethod
     def addressed(self, payloads: Sequence[Tensor], cohort: Cohort) -> dict[int, Tensor]:
         """The payload for each member, the sender included."""
-        ...
 
     def relay(self, received: Mapping[int, Tensor], num_elements: int, key: Key, cohort: Cohort) -> Tensor:
         """In two phases: the payload that goes to every member, made of those received in the first.
@@ -84,8 +107,9 @@ class Reduction(Protocol):
             DisagreementError: if a member's outer gradient was taken against other outer parameters.
             PayloadError: for a payload that is damaged.
         """
-        ...
+        raise AssertionError("there is one phase")
 
+    @abstractmethod
     def average(self, received: Mapping[int, Tensor], to_N: Tensor, key: Key, cohort: Cohort) -> Average:
         """The average of the last phase's payloads, one per member; its total is written to `to_N`.
 
@@ -94,17 +118,16 @@ class Reduction(Protocol):
             ExchangeError: if a member's payload is missing.
             PayloadError: for a payload that is damaged.
         """
-        ...
 
     def each(
         self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device
     ) -> Iterator[Tensor]:
         """Each member's decoded outer gradient, in the order of the members; nothing where none has all."""
-        ...
+        return iter(())
 
+    @abstractmethod
     def bytes_sent(self, num_elements: int, num_replicas: int) -> int:
         """Payload bytes that a replica sends, and receives, for N elements; each destination counted."""
-        ...
 
 
 def weighted_sum(wire: Codec, received: Mapping[int, Tensor], to_N: Tensor, key: Key, cohort: Cohort) -> Average:
@@ -264,18 +287,13 @@ def key_of_average(key: Key, cohort: Cohort) -> Key:
 
 
 @dataclass(frozen=True)
-class Gather:
+class Gather(Reduction):
     """One payload a replica, sent to all others: M − 1 payloads."""
 
-    wire: Codec
-    """The codec of the outer gradients."""
-    spec = "gather"
-    num_phases = 1
-    second = None
-
-    def with_wire(self, wire: Codec) -> "Gather":
-        """Gather payloads in another codec."""
-        return Gather(wire)
+    @property
+    def spec(self) -> str:
+        """The name."""
+        return "gather"
 
     def encode(self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0) -> tuple[Tensor, ...]:
         """One payload."""
@@ -288,10 +306,6 @@ class Gather:
     def addressed(self, payloads: Sequence[Tensor], cohort: Cohort) -> dict[int, Tensor]:
         """The same payload for every member."""
         return dict.fromkeys(cohort.members, payloads[0])
-
-    def relay(self, received: Mapping[int, Tensor], num_elements: int, key: Key, cohort: Cohort) -> Tensor:
-        """Refuse to relay: there is one phase."""
-        raise AssertionError("gather has one phase")
 
     def average(self, received: Mapping[int, Tensor], to_N: Tensor, key: Key, cohort: Cohort) -> Average:
         """Σ_m w_m decode(payload of m), undivided."""
@@ -311,13 +325,10 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class ReduceScatter:
+class ReduceScatter(Reduction):
     """The j-th member averages share j, the j-th S elements; the last share is filled up with zeros."""
 
-    wire: Codec
-    """The codec of the outer gradients."""
-    second: Codec
-    """The codec of the averages."""
+    second: Codec = field()
     num_phases = 2
 
     def __post_init__(self) -> None:
@@ -333,10 +344,6 @@ class ReduceScatter:
     def spec(self) -> str:
         """The name with the second codec, which may be the first."""
         return f"reduce_scatter:{self.second.spec}"
-
-    def with_wire(self, wire: Codec) -> "ReduceScatter":
-        """The same averages of outer gradients in another codec."""
-        return replace(self, wire=wire)
 
     def encode(self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0) -> tuple[Tensor, ...]:
         """One payload per share."""
@@ -365,12 +372,6 @@ class ReduceScatter:
         payloads = [received[member] for member in cohort.members]
         key = key_of_average(key, cohort)
         return Average(join_shares(self.second, payloads, to_N, key, senders=cohort.members), 1.0)
-
-    def each(
-        self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device
-    ) -> Iterator[Tensor]:
-        """No vectors: a replica sees the others' outer gradients in its own share alone."""
-        return iter(())
 
     def bytes_sent(self, num_elements: int, num_replicas: int) -> int:
         """A share to each of the others, and an average to each."""

@@ -50,18 +50,10 @@ class MethodSettings(Timing):
             raise UserError(f"fragments must be strided or sequential, not {self.fragments!r}", "fragments")
         self.schedule(len(self.offsets or (0,)))  # checks the rest
 
-    def check_replicas(self, num_replicas: int) -> None:
-        """Refuse a number of replicas that is not the number of values of τ, where each replica has its own."""
-        if isinstance(self.overlap_steps, tuple) and len(self.overlap_steps) != num_replicas:
-            raise UserError(
-                f"overlap_steps={self.overlap_steps} must hold one number for each of {num_replicas} replicas",
-                "overlap_steps",
-            )
-
     @property
     def least_replicas(self) -> int:
         """The number of replicas that have a τ of their own; 1 if all have the same."""
-        return len(self.overlap_steps) if isinstance(self.overlap_steps, tuple) else 1
+        return len(self.overlaps)
 
     @property
     def streams(self) -> bool:

@@ -1,6 +1,8 @@
-"""Arguments of wrong types, and models in wrappers that the engine would train wrongly."""
+"""Arguments, models and wrappers that the engine refuses, the facts that replicas compare, and what is right."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,11 +77,79 @@ def test_a_wrong_argument_is_refused_with_its_name_and_what_to_pass(changes, mes
     assert next(iter(changes)) in caught.value.fields
 
 
-def test_the_inner_optimizer_is_no_outer_rule():
-    case = Case()
-    model = case.model()
-    with pytest.raises(diloco.UserError, match="outer=AdamW holds the model's parameters, as the inner optimizer"):
-        case.engine(model, outer=torch.optim.AdamW(model.parameters()))
+def schedule(num_fragments: int, overlap_steps: int | tuple[int, ...] = 0) -> diloco.Schedule:
+    return diloco.Schedule(sync_every=4, num_fragments=num_fragments, overlap_steps=overlap_steps)
+
+
+def masters(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    own = {
+        name.replace(".", "_"): parameter.detach().float() for name, parameter in Case().model().named_parameters()
+    }
+    return {name.replace("_", "."): tensor for name, tensor in (own | changes).items()}
+
+
+TO_INNER = "outer=AdamW holds the model's parameters, as the inner optimizer"
+CONTRADICTIONS: list[tuple[Callable[[nn.Module], dict], str]] = [
+    (lambda _: {"schedule": schedule(3)}, "num_fragments=3, but there are 2 fragments"),
+    (lambda _: {"schedule": schedule(2, (1, 2))}, r"overlap_steps=\(1, 2\) must hold one number for each of 1"),
+    (
+        lambda _: {"wire": "dare", "error_feedback": 1.0},
+        r"error_feedback=1.0 with wire=dare:density=0.05,.* diverges",
+    ),
+    (lambda _: {"error_feedback": 1.5}, "error_feedback must be above 0 and at most 1, or None, not 1.5"),
+    (lambda _: {"seed": -1}, "seed must be a whole number, at least 0 and below 2.64, not -1"),
+    (lambda _: {"combine": "broadcast"}, "combine='broadcast' is neither gather nor"),
+    (
+        lambda _: {"combine": "reduce_scatter:bf16", "exchange": diloco.LoopbackExchange(ordered=True)},
+        "combine=reduce_scatter:bf16 sends its averages when they are ready",
+    ),
+    (lambda _: {"mixing": 1.5}, "mixing must lie between 0 and 1, not 1.5"),
+    (lambda _: {"fragments": [diloco.Fragment(("blocks.0.weight",))]}, "no fragment holds blocks.0.bias"),
+    (lambda model: {"outer": torch.optim.AdamW(model.parameters())}, TO_INNER),
+    (lambda _: {"masters": [torch.zeros(3)]}, "must map each parameter's name to its FP32 tensor"),
+    (
+        lambda _: {"masters": {"blocks.0.weight": torch.zeros(1, 3)}},
+        "no tensor for parameter blocks.0.bias: give one",
+    ),
+    (
+        lambda _: {"masters": masters(blocks_0_bias=torch.zeros(7))},
+        r"the master of parameter blocks.0.bias is \(7,\)",
+    ),
+    (lambda _: {"masters": masters(blocks_0_bias=torch.zeros(1).double())}, "torch.float64"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CONTRADICTIONS, ids=[message for _, message in CONTRADICTIONS])
+def test_what_contradicts_the_model_or_another_argument_is_refused(changes, message):
+    model = Case().model()
+    with pytest.raises(diloco.UserError, match=message):
+        Case().engine(model, **changes(model))
+
+
+def bias(tensor: torch.Tensor) -> Callable[[nn.Module], object]:
+    return lambda model: setattr(model.blocks[1], "bias", nn.Parameter(tensor))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            bias(torch.zeros(1, device="meta")),
+            "blocks.0.weight is on cpu and blocks.1.bias on meta: one replica, one",
+        ),
+        (bias(torch.zeros(1, dtype=torch.complex64)), "blocks.1.bias is torch.complex64: only real floats can be"),
+        (lambda model: model.blocks[1].double(), "blocks.1.weight is torch.float64, .* train the model in FP32"),
+    ],
+)
+def test_parameters_that_cant_be_exchanged_are_refused_unless_they_are_frozen(change, message):
+    model = Case().model()
+    change(model)
+    with pytest.raises(diloco.UserError, match=message):
+        Case().engine(model)
+    model.blocks[1].requires_grad_(False)
+    for parameter in model.blocks[0].parameters():
+        parameter.data = parameter.data.half()
+    Case().engine(model, fragments="whole", schedule=schedule(1))
 
 
 def test_a_model_that_is_no_module_is_refused():
@@ -215,3 +285,23 @@ def test_a_frameworks_job_is_no_replica_that_comes_and_goes(tmp_path):
     with pytest.raises(diloco.UserError, match=r"train with diloco's own trainer, or in a loop of your own"):
         check_job(1, replica.engine)
     assert replica.exchange.state.members[0].left
+
+
+def test_facts_tell_every_setting_apart():
+    """A replica with any other setting is noticed by the others."""
+    settings = Case(H=10).engine(Case().model()).settings
+    other = {
+        "schedule": diloco.Schedule(sync_every=11, num_fragments=2),
+        "outer": diloco.Nesterov(lr=0.7),
+        "mixing": Mixing(0.25),
+        "wire": diloco.codec("int4"),
+        "combine": "reduce_scatter",
+        "error_feedback": 1.0,
+        "seed": 1,
+    }
+    facts = settings.facts(2)
+    assert (facts["outer rule"], facts["outer rule's learning rate"]) == ("Nesterov", 0.4)
+    assert (facts["merge rule"], facts["merge rule's mixing"]) == ("Mixing", 0.5)
+    for name, value in other.items():
+        changed = replace(settings, **{name: value}).facts(2)
+        assert changed.keys() == facts.keys() and changed != facts, name
