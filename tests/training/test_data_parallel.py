@@ -82,9 +82,10 @@ def train_and_resume(num_replicas: int, num_shards: int, folder: Path) -> tuple:
 def test_replicas_are_one_with_the_whole_batch_and_resume_bit_for_bit(tmp_path, num_replicas, num_shards):
     """By DistributedDataParallel, by FSDP2, and by both: losses, gradients and parameters of one process."""
     processes = run_replicas(train_and_resume, num_replicas * num_shards, num_replicas, num_shards, tmp_path)
-    config = replace(config_of(1), method="diloco", diloco=resolved_diloco())
+    config = config_of(1)
     world = alone(config)
     state = initial_state(config, world)
+    assert state.forward is state.model, "a replica alone has nobody to average with"
     whole = []
     for step in range(1, LAST + 1):
         tokens = np.random.default_rng(step).integers(0, 257, (config.global_batch, config.sequence_length + 1))
@@ -97,10 +98,6 @@ def test_replicas_are_one_with_the_whole_batch_and_resume_bit_for_bit(tmp_path, 
         assert outer_hash == processes[0][2] and resumed_alike
         assert counters["bytes_sent"] == LAST * ring_all_reduce_bytes(num_params, num_replicas)
         assert (counters["blocked_seconds"] > 0) == (num_replicas > 1)
-
-
-def resolved_diloco():
-    return resolve(replace(tiny(), method="diloco"), vocab_size=257, prepared=Path()).diloco
 
 
 def test_bytes_are_those_of_a_ring_all_reduce():

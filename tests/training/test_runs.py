@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.data.test_shards import INDEX, SHARD
 from tests.processes import run_replicas
 
+from diloco.data.shards import INDEX_FILE, write_record
 from diloco.errors import ExchangeError, FileError, UserError
 from diloco.training.config.config import TrainConfig, with_value
 from diloco.training.config.recipes import tiny
@@ -28,18 +30,18 @@ from diloco.training.records.runs import (
 from diloco.training.world import alone, world_of
 
 
-def index(digest="abc", num_tokens=42):
-    """The facts of a text of two shards."""
-    shard = {"num_documents": 1, "num_bytes": 9, "tokens_digest": "ab"}
-    shards = [shard | {"num_tokens": number} for number in (num_tokens - 2, 2)]
-    return json.dumps({"digest": digest, "vocab_size": 257, "splits": {"train": shards}})
+def write_index(prepared: Path, digest: str = "abc", num_tokens: int = 42) -> None:
+    """Write the index of a text of two shards."""
+    shards = [replace(SHARD, num_tokens=number) for number in (num_tokens - 2, 2)]
+    index = replace(INDEX, digest=digest, splits=INDEX.splits | {"train": tuple(shards)})
+    write_record(prepared / INDEX_FILE, index)
 
 
 @pytest.fixture
 def run(tmp_path):
     prepared = tmp_path / "prepared"
     prepared.mkdir()
-    (prepared / "index.json").write_text(index())
+    write_index(prepared)
     asked = with_value(replace(tiny(), name="r", runs=tmp_path), "data.prepared", prepared)
     claim(asked)
     return asked
@@ -138,7 +140,7 @@ def test_a_resume_without_its_data_names_the_setting(run):
 def test_a_resume_on_other_text_is_refused(run):
     check_same_text(run, field="data.prepared")
     for digest, num_tokens in (("abc", 41), ("abd", 42)):
-        (run.data.prepared / "index.json").write_text(index(digest, num_tokens))
+        write_index(run.data.prepared, digest, num_tokens)
         with pytest.raises(UserError, match=rf"abc and 42 tokens .*prepared has {digest} and {num_tokens}:"):
             check_same_text(run, field="data.prepared")
     (run.directory / "data.json").write_text("{")
@@ -148,7 +150,7 @@ def test_a_resume_on_other_text_is_refused(run):
 
 @pytest.mark.parametrize("name", ["r", "seeds/r"])
 def test_a_claimed_directory_is_the_runs_own_whatever_its_name(tmp_path, name):
-    (tmp_path / "index.json").write_text(index())
+    write_index(tmp_path)
     config = resolve(replace(tiny(), num_replicas=1, name=name, runs=tmp_path), vocab_size=257, prepared=tmp_path)
     claim_together(config, alone(config))
     with pytest.raises(UserError, match="already holds a run"):

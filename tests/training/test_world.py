@@ -44,6 +44,11 @@ def join_a_rogue(trap: Path) -> None:
             "num_replicas=2 with shards_per_replica=2 needs 4: have it start 4, or set num_replicas=3",
         ),
         ({"shards_per_replica": 2}, 3, "with shards_per_replica=2 needs 4: have it start 4"),
+        (
+            {"shards_per_replica": 2, "rendezvous": "store"},
+            4,
+            "started 4 processes with rendezvous=store, .* shards_per_replica=2: set it to 4",
+        ),
     ],
 )
 def test_a_launcher_of_another_number_of_processes_is_refused(changes, world_size, sentence, monkeypatch):

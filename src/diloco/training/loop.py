@@ -16,8 +16,8 @@ from diloco.data.shards import TokenShards, open_split
 from diloco.errors import ExchangeError, TrainingError
 from diloco.exchange.transport import agree, fail_together
 from diloco.integrations.trackers import tracker
-from diloco.training.config.config import TrainConfig, flat_json
-from diloco.training.config.resolve import resolved, shared_facts
+from diloco.training.config.config import TrainConfig, hyperparameters
+from diloco.training.config.resolve import resolved, shared_facts, text_facts
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.records.metrics import MetricsLog, StepMetrics
 from diloco.training.records.runs import check_same_text, claim_together, continued, newest_common_step
@@ -195,7 +195,7 @@ def _set_up(asked: TrainConfig, *, resume: bool) -> Iterator[_Run]:
 
 def _open_log(config: TrainConfig, world: World, state: TrainState) -> MetricsLog:
     """The file of a replica's metrics, and its trackers."""
-    run, hparams, directory = config.name, flat_json(config), config.directory
+    run, hparams, directory = config.name, hyperparameters(config), config.directory
     replica, after_step = world.replica, state.step
     # Where replicas come and go, the others may have trained since this one last read the log.
     tokens_before = state.standing.tokens if world.rendezvous is None else None
@@ -222,8 +222,7 @@ def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, TokenS
     assert config.data.prepared is not None, "the config is resolved"
     corpus, held_out = (open_split(config.data.prepared, split) for split in ("train", "held_out"))
     member = "replica" if world.num_ranks == 1 else "process"
-    text = {"digest of the data": corpus.digest, "tokens of training text": corpus.num_tokens}
-    agree(world.everyone, shared_facts(config) | text, member=member)
+    agree(world.everyone, shared_facts(config) | text_facts(config.data.prepared).shared, member=member)
     held_out_windows(held_out, config)  # too little text is refused now, not after the last step
     for split in (corpus, held_out):
         if split.checks is not None:

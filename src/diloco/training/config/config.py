@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -16,7 +16,7 @@ from diloco.models.families import DEFAULT_FAMILY, load_family
 from diloco.models.spec import ModelConfig
 from diloco.presets import DilocoSettings, Method
 from diloco.rendezvous.log.entries import MOST_SHARES
-from diloco.schema import converted
+from diloco.schema import converted, flat
 
 _Config = TypeVar("_Config")
 
@@ -119,16 +119,15 @@ def from_json(kind: type[_Config], values: Any, *, source: str = "config") -> _C
     return kind(**{f.name: getattr(config, f.name) for f in fields(kind)})  # pyright: ignore[reportArgumentType]
 
 
-def flat_json(config: Any, where: str = "") -> dict[str, str | int | float | bool]:
-    """The values of all fields by dotted name, as trackers keep hyperparameters: what is no number is text."""
-    flat: dict[str, str | int | float | bool] = {}
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if is_dataclass(value):
-            flat |= flat_json(value, f"{where}{f.name}.")
-        else:
-            flat[where + f.name] = value if isinstance(value, str | int | float) else str(value)
-    return flat
+def hyperparameters(config: Any) -> dict[str, str | int | float | bool]:
+    """The values of all fields by dotted name, as trackers keep them: what is no number is text."""
+    values = flat(to_json(config)).items()
+    return {name: value if isinstance(value, str | int | float) else str(value) for name, value in values}
+
+
+def is_within(name: str, names: Collection[str]) -> bool:
+    """True if a dotted name is one of some names, or that of a field in a section of theirs."""
+    return any(f"{name}.".startswith(f"{section}.") for section in names)
 
 
 def differences(one: Any, other: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
