@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -29,12 +30,15 @@ from tests.training.runs import (
     summary,
 )
 
+from diloco.training.config.config import CheckpointConfig, EvaluationConfig
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolved
 from diloco.training.loop import train
 from diloco.training.prepare import prepare_run
 from diloco.training.records.metrics import StepMetrics
 from diloco.training.records.runs import read_config
+from diloco.training.state import TrainState
+from diloco.training.step import BegunStep, begin_step
 
 
 def test_a_run_leaves_its_files(streaming):
@@ -223,27 +227,35 @@ def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch, steps_ahead
     """One step ahead, as on a GPU, the host sees the same steps in the same order."""
     monkeypatch.setattr("diloco.training.loop._Run.steps_ahead", steps_ahead)
     unresolved = replace(recipe("tiny"), name=f"alone-{steps_ahead}", runs=folder / "runs", num_replicas=1)
+    evaluation, checkpoint = EvaluationConfig(every_steps=6, num_tokens=512), CheckpointConfig(every_steps=8)
+    unresolved = replace(unresolved, num_tokens=24 * 8 * 64, evaluation=evaluation, checkpoint=checkpoint)
     data = replace(
         unresolved.data, train=(str(folder / "text.jsonl"),), held_out_fraction=0.1, cache=folder / "data"
     )
     config = resolved(prepare_run(replace(unresolved, data=data)))
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     curves: dict[int, dict] = {}
     recording = SimpleNamespace(log=lambda values, step: curves.update({step: values}), close=lambda: None)
     monkeypatch.setattr("diloco.training.loop.tracker", lambda name, **_: recording)
     steps: list[int] = []
+    ended_before: dict[int, int] = {}
+
+    def begin(state: TrainState, *arguments: Any) -> BegunStep:
+        ended_before[state.step + 1] = len(steps) - 1
+        return begin_step(state, *arguments)
 
     def on_step(metrics: StepMetrics) -> None:
         steps.append(metrics.step)
 
+    monkeypatch.setattr("diloco.training.loop.begin_step", begin)
     outcome = train(config, on_start=lambda step, _: steps.append(step), on_step=on_step)
-    assert steps == list(range(61)) and outcome is not None
+    assert steps == list(range(25)) and outcome is not None
+    # Before a step that is evaluated or saved begins, all others have ended; after it, none is left.
+    whole = {step + more for step in (0, 6, 8, 12, 16, 18, 24) for more in (0, 1)}
+    expected = {step: step - 1 if step in whole else step - 1 - steps_ahead for step in range(1, 25)}
+    assert ended_before == expected
     assert outcome.summary["bytes_sent_per_replica"] == outcome.summary["data_parallel_bytes_per_replica"] == 0
     assert outcome.summary["compute_utilization"] > 0.99
-    assert outcome.summary["tokens_per_second"] == pytest.approx(60 * 8 * 64 / outcome.summary["wall_seconds"])
+    assert outcome.summary["tokens_per_second"] == pytest.approx(24 * 8 * 64 / outcome.summary["wall_seconds"])
     assert len(outcome.sample) > 100
     written = lines(folder / "runs" / f"alone-{steps_ahead}", 0)
     assert sum(line["step_seconds"] for line in written) == pytest.approx(outcome.summary["wall_seconds"])

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,7 @@ from diloco.training.config.config import TrainConfig, hyperparameters
 from diloco.training.config.resolve import resolved, shared_facts, text_facts
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.records.metrics import MetricsLog, StepMetrics
-from diloco.training.records.runs import check_same_text, claim_together, continued, newest_common_step
+from diloco.training.records.runs import check_text, claim_together, continued, newest_common_step
 from diloco.training.records.summary import Outcome, conclude, evaluate, held_out_windows
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import BegunStep, begin_step, end_step
@@ -87,29 +87,21 @@ def train(
         UserError: for settings that contradict each other, the data, or the other replicas' settings.
         ExchangeError: if other replicas are gone.
     """
-    with _set_up(asked, resume=resume) as run:
-        config = run.config
+    with _set_up(asked, resume=resume, on_step=on_step) as run:
+        evaluation, checkpoint = run.config.evaluation.every_steps, run.config.checkpoint.every_steps
         if on_start is not None:
             on_start(run.state.step, run.world.rendezvous)
-        since, begun = time.perf_counter(), deque[BegunStep]()
+        run.since = time.perf_counter()
         while not run.state.is_over:
             step = run.state.step + 1
-            begun.append(begin_step(run.state, run.batches.batch(step), config, run.world))
-            is_evaluated = _is_due(step, config.evaluation.every_steps)
-            every_steps = config.checkpoint.every_steps
-            is_saved = _is_due(step, every_steps) or bool(every_steps and run.state.is_over)
-            # A GPU has a step to do while the host reads of the one before, but where this step ends something.
-            steps_ahead = 0 if is_evaluated or is_saved or run.state.is_over else run.steps_ahead
-            while len(begun) > steps_ahead:
-                metrics = end_step(begun.popleft(), run.state, config, run.world, since=since)
-                since = time.perf_counter()
-                if is_evaluated and not begun:
-                    metrics = replace(metrics, eval_loss=run.held_out_loss())
-                    since = time.perf_counter()
-                if run.log is not None:
-                    run.log.write(metrics)
-                if on_step is not None:
-                    on_step(metrics)
+            is_evaluated, is_saved = _is_due(step, evaluation), _is_due(step, checkpoint)
+            if is_evaluated or is_saved:
+                run.end_steps(0)  # so that each of the two steps has its own time
+            run.begun.append(begin_step(run.state, run.batches.batch(step), run.config, run.world))
+            is_saved = is_saved or bool(checkpoint and run.state.is_over)
+            # Read the previous step's metrics while the GPU runs this one, except at a checkpoint or the end.
+            is_read_now = is_evaluated or is_saved or run.state.is_over
+            run.end_steps(0 if is_read_now else run.steps_ahead, is_evaluated=is_evaluated)
             if is_saved:
                 run.save()
         return run.conclude()
@@ -131,11 +123,30 @@ class _Run:
     checkpoints: Checkpoints
     log: MetricsLog | None
     """The replica's metrics, written by its first process."""
+    on_step: Callable[[StepMetrics], None] | None
+    """Called with the metrics of each step."""
+    begun: deque[BegunStep] = field(default_factory=deque)
+    """The steps that were begun and have not ended, in their order."""
+    since: float = 0.0
+    """`time.perf_counter()` when the last step had ended, with the evaluation after it."""
 
     @property
     def steps_ahead(self) -> int:
         """Steps that are begun before the host reads of an earlier one; a CPU has done a step that was begun."""
         return 0 if self.world.device.type == "cpu" else 1
+
+    def end_steps(self, num_left: int, *, is_evaluated: bool = False) -> None:
+        """Read and write down the steps that were begun, but for the last ones, and evaluate after the last."""
+        while len(self.begun) > num_left:
+            metrics = end_step(self.begun.popleft(), self.state, self.config, self.world, since=self.since)
+            self.since = time.perf_counter()
+            if is_evaluated and not self.begun:
+                metrics = replace(metrics, eval_loss=self.held_out_loss())
+                self.since = time.perf_counter()
+            if self.log is not None:
+                self.log.write(metrics)
+            if self.on_step is not None:
+                self.on_step(metrics)
 
     def held_out_loss(self) -> float:
         """Mean loss of the outer parameters on this replica's share of the held-out text, nats a token."""
@@ -163,7 +174,7 @@ class _Run:
 
 
 @contextmanager
-def _set_up(asked: TrainConfig, *, resume: bool) -> Iterator[_Run]:
+def _set_up(asked: TrainConfig, *, resume: bool, on_step: Callable[[StepMetrics], None] | None) -> Iterator[_Run]:
     """Join the other processes, open the text, and make the state or take it up again."""
     config = resolved(asked)
     with ExitStack() as stack:
@@ -180,7 +191,7 @@ def _set_up(asked: TrainConfig, *, resume: bool) -> Iterator[_Run]:
         )
         stack.enter_context(lost_processes_named(state))
         if resume:
-            check_same_text(config, field="data.prepared")
+            check_text(config, field="data.prepared")
             if step := newest_common_step(config, world, checkpoints):
                 state.load(checkpoints, step)
             checkpoints.drop_after(step)
@@ -190,7 +201,7 @@ def _set_up(asked: TrainConfig, *, resume: bool) -> Iterator[_Run]:
             log = _open_log(config, world, state)
             _serve_metrics(config, state, world.replica, stack)
         batches = open_batches(config, world, corpus, after_step=state.step)
-        yield _Run(config, world, batches, held_out, state, checkpoints, log)
+        yield _Run(config, world, batches, held_out, state, checkpoints, log, on_step)
 
 
 def _open_log(config: TrainConfig, world: World, state: TrainState) -> MetricsLog:

@@ -148,15 +148,16 @@ def _runs_near(directory: Path) -> str:
     return f"; did you mean {names[matches[0]]}?" if matches else ""
 
 
-def check_data(config: TrainConfig, *, field: str) -> None:
-    """Refuse a run whose data is gone.
+def check_text(config: TrainConfig, *, field: str) -> None:
+    """Refuse a run whose text is gone, and other text than it was started on.
 
     Args:
         config: of the run.
-        field: the setting that names another place.
+        field: the setting that names the text's directory.
 
     Raises:
-        UserError: if it is gone.
+        UserError: if it is gone, or the facts of the text differ.
+        FileError: if the text's index can't be read.
     """
     assert config.data.prepared is not None, "a run's config is resolved"
     if not (config.data.prepared / INDEX_FILE).exists():
@@ -164,20 +165,6 @@ def check_data(config: TrainConfig, *, field: str) -> None:
             f"the data of run {config.name} is no longer in {config.data.prepared}: name its directory by {field}",
             field,
         )
-
-
-def check_same_text(config: TrainConfig, *, field: str) -> None:
-    """Refuse other text than a run was started on.
-
-    Args:
-        config: of the run.
-        field: the setting that names the text's directory.
-
-    Raises:
-        UserError: if the digests, or the numbers of tokens, differ.
-        FileError: if the text's index can't be read.
-    """
-    assert config.data.prepared is not None, "a run's config is resolved"
     started, here = _text_at_start(config.directory), text_facts(config.data.prepared)
     if here != started:
         raise UserError(
@@ -247,7 +234,7 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
     now = resolve(asked, vocab_size=saved.model.vocab_size, prepared=asked.data.prepared)
     for name, (old, value) in differences(saved, now).items():
         _check_change(directory, asked, name, old, value)
-    check_data(asked, field="data.prepared")
+    check_text(asked, field="data.prepared")
     return asked
 
 
