@@ -10,6 +10,7 @@ import torch
 from tests.processes import run_replicas
 
 from diloco.engine.parameters import gathered
+from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.recipes import tiny
@@ -20,7 +21,7 @@ from diloco.training.state import TrainState, initial_state
 from diloco.training.step import inner_step
 from diloco.training.world import World, alone, world_of
 
-SAVED, LAST = 3, 6
+SAVED, LAST = 2, 4
 
 
 def config_of(num_replicas: int, num_shards: int = 1) -> TrainConfig:
@@ -28,6 +29,7 @@ def config_of(num_replicas: int, num_shards: int = 1) -> TrainConfig:
         tiny(),
         num_replicas=num_replicas,
         shards_per_replica=num_shards,
+        model=DecoderConfig(num_layers=2, num_heads=2, width=32),
         method="data_parallel",
         micro_batch=1,
         precision="fp32",

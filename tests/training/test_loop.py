@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 import torch.distributed.run as launcher
 from tests.ports import free_port
-from tests.processes import run_main
+from tests.processes import Program, run_main
 from tests.sockets import family_of, listening
 from tests.training.runs import (
     BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT,
@@ -27,6 +27,7 @@ from tests.training.runs import (
     command,
     lines,
     run,
+    started,
     summary,
 )
 
@@ -123,20 +124,14 @@ def test_the_time_adds_up(streaming):
 def test_a_killed_run_goes_on_bit_for_bit(folder, streaming):
     killed = folder / "runs" / "killed"
     flags = ["--num-tokens", "61440", *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT]
-    with subprocess.Popen(
-        command("--name", killed.name, *flags),
-        cwd=folder,
-        stderr=subprocess.PIPE,
-        text=True,
-        stdout=subprocess.DEVNULL,
-    ) as process:
+    with started(folder, "--name", killed.name, *flags) as process:
         victim = wait_for_step(process, killed, step=45)
         assert {str(address) for address, _ in listening(*family_of(process.pid))} == {"127.0.0.1"}
         os.kill(victim, signal.SIGKILL)
-        message = process.communicate(timeout=60)[1]
-    assert process.returncode == 1
+        done = process.wait(60)
+    assert done.returncode == 1
     expected = rf"diloco: replica \d was killed by SIGKILL .*; go on with: .* --resume runs/{killed.name}\n"
-    assert re.fullmatch(expected, message)
+    assert re.fullmatch(expected, done.stderr)
     assert len(lines(killed, 0)) < len(lines(streaming, 0))
 
     again = run(folder, "--resume", str(killed))
@@ -152,12 +147,12 @@ def test_a_killed_run_goes_on_bit_for_bit(folder, streaming):
     assert [summary(streaming)[name] for name in same] == [summary(killed)[name] for name in same]
 
 
-def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> int:
+def wait_for_step(process: Program, run: Path, step: int) -> int:
     """The process of the last replica, once replica 0 has come that far."""
     path = run / "metrics-0.jsonl"
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while not path.exists() or path.read_text().count("\n") < step:
-        assert time.monotonic() < deadline and process.poll() is None, "the run came to nothing"
+        assert time.monotonic() < deadline and process.process.exitcode is None, "the run came to nothing"
         time.sleep(0.02)
     return max(replicas(process.pid))
 
