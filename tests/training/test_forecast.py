@@ -90,13 +90,13 @@ def test_shards_and_micro_batches_are_the_fewest_and_the_largest_that_fit():
         for method in METHODS:
             chosen = fitted(replace(recipe(scale), method=method), 80 * GB)
             assert device_bytes(chosen) <= 72 * GB
-            assert chosen.num_shards >= least
+            assert chosen.shards_per_replica >= least
             share = chosen.process_batch
             larger = [size for size in range((chosen.micro_batch or share) + 1, share + 1) if share % size == 0]
             if larger:
                 assert device_bytes(replace(chosen, micro_batch=larger[0])) > 72 * GB
-            if chosen.num_shards > 1:
-                fewer = replace(chosen, shards_per_replica=chosen.num_shards // 2, micro_batch=1)
+            if chosen.shards_per_replica > 1:
+                fewer = replace(chosen, shards_per_replica=chosen.shards_per_replica // 2, micro_batch=1)
                 assert device_bytes(fewer) > 72 * GB
 
 
@@ -109,7 +109,7 @@ def test_the_page_shows_what_fits_into_80_gb(pytestconfig):
         config = recipe(scale)
         config = replace(config, model=replace(config.model, vocab_size=32_768))
         fits = [fitted(replace(config, method=method), 80 * GB) for method in (*METHODS, "diloco")]
-        chosen = [(one.num_shards, one.micro_batch or one.process_batch) for one in fits]
+        chosen = [(one.shards_per_replica, one.micro_batch or one.process_batch) for one in fits]
         assert chosen[1] == chosen[2]
         assert [*map(str, chain(*chosen[:2]))] == numbers
 

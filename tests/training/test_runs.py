@@ -121,7 +121,7 @@ def test_a_resume_on_other_shards_takes_micro_batches_that_divide_their_share(ru
     claim(started)
     asked = replace(resumable(started.directory), shards_per_replica=num_shards)
     resumed = resume_config(started.directory, asked)
-    assert (resumed.num_shards, resumed.micro_batch) == (num_shards, micro_batch)
+    assert (resumed.shards_per_replica, resumed.micro_batch) == (num_shards, micro_batch)
 
 
 @pytest.mark.parametrize(("num_shards", "micro_batch"), [(2, None), (4, 3), (1, 6)])

@@ -43,7 +43,7 @@ def lack_of_memory_explained(config: TrainConfig, world: World) -> Iterator[None
         raise TrainingError(
             f"replica {world.replica} has not enough memory on its {world.device.type}: take a smaller "
             f"micro_batch (now {config.micro_batch}) or evaluation.batch (now {config.evaluation.batch}), or more "
-            f"shards_per_replica (now {config.num_shards}), and start again, or resume {config.directory} "
+            f"shards_per_replica (now {config.shards_per_replica}), and start again, or resume {config.directory} "
             f"({(str(error) or 'MemoryError').splitlines()[0]})",
             *("micro_batch", "evaluation.batch", "shards_per_replica"),
         ) from error

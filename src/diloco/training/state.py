@@ -294,7 +294,7 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         return TrainState(model, forward, optimizer, engine, progress)
     mean_loss = MeanLoss(world.exchange, max_overlap=settings.schedule.max_overlap)
     state = TrainState(model, forward, optimizer, engine, fixed, mean_loss=mean_loss)
-    if config.num_ddp > 1:
+    if config.ddp_per_replica > 1:
         assert isinstance(world.group, TorchGroup), "a replica is several processes"
         state.forward = inside = data_parallel(forward, world.group.group)
         settle_buckets(inside, _batch_shape(config), autocast=world.autocast)

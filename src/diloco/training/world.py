@@ -319,10 +319,10 @@ def _wrong_number(config: TrainConfig, world_size: int) -> UserError:
     if config.rendezvous is not None:
         return UserError(
             f"{started} with rendezvous={config.rendezvous}, where they are the shards of one replica, and "
-            f"shards_per_replica={config.num_shards}: set it to {world_size}",
+            f"shards_per_replica={config.shards_per_replica}: set it to {world_size}",
             *("shards_per_replica", "rendezvous"),
         )
-    inside = {"shards_per_replica": config.num_shards, "ddp_per_replica": config.num_ddp}
+    inside = {"shards_per_replica": config.shards_per_replica, "ddp_per_replica": config.ddp_per_replica}
     others = "".join(f" with {name}={number}" for name, number in inside.items() if number > 1)
     num_replicas, rest = divmod(world_size, config.processes_per_replica)
     remedy = "" if rest or not num_replicas else f", or set num_replicas={num_replicas}"
@@ -382,16 +382,17 @@ def _name_of(config: TrainConfig, rank: int) -> str:
 
 def _agree_on_groups(config: TrainConfig, world_size: int) -> None:
     """Compare the settings that decide which groups there are, before any is made."""
-    mine = torch.tensor([config.num_replicas, config.num_shards, config.num_ddp, config.num_connections])
+    names = ("num_replicas", "shards_per_replica", "ddp_per_replica", "num_connections")
+    mine = torch.tensor([getattr(config, name) for name in names])
     gathered = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(gathered, mine)
     everyones = [tuple(theirs.tolist()) for theirs in gathered]
     for rank, theirs in enumerate(everyones):
         if theirs != everyones[0]:
             raise DisagreementError(
-                "the processes disagree on (num_replicas, shards_per_replica, ddp_per_replica, num_connections): "
-                f"process 0 has {everyones[0]}, process {rank} has {theirs}; start them with the same settings",
-                *("num_replicas", "shards_per_replica", "ddp_per_replica", "num_connections"),
+                f"the processes disagree on ({', '.join(names)}): process 0 has {everyones[0]}, process {rank} "
+                f"has {theirs}; start them with the same settings",
+                *names,
             )
 
 
@@ -424,12 +425,12 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
         everyone = exchange(group([list(range(config.num_processes))]))
         # Longer than an exchange's own, so that its error, which names the replicas, comes first.
         own_device_group = group(ranks, backend=None, timeout=3 * timeout)
-    if config.num_shards > 1:
+    if config.shards_per_replica > 1:
         # Data-Parallel sums gradients where they are; the payloads of an engine travel on gloo.
         between = group(by_rank, backend=None) if config.method == "data_parallel" else same_rank
         groups, names = [between, own_device_group], ("replica", "shard")
         mesh = DeviceMesh.from_group(groups, device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)
-    elif config.num_ddp > 1 and num_replicas > 1:
+    elif config.ddp_per_replica > 1 and num_replicas > 1:
         others = _through_leaders(config, same_rank, group(ranks))
     others = others or exchange(same_rank, config.num_connections)
     return World(

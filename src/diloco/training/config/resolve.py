@@ -222,7 +222,6 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
             config.checkpoint,
             keep=config.default_keep if config.checkpoint.keep is None else config.checkpoint.keep,
         ),
-        shards_per_replica=config.num_shards,
         micro_batch=config.micro_batch or config.process_batch,
         optimizer=replace(
             optimizer,
