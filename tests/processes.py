@@ -12,7 +12,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -34,7 +35,8 @@ _CONTEXT.set_forkserver_preload(
         "torch._dynamo",
         "torch.distributed.fsdp",
         "torch.distributed.checkpoint.state_dict",
-        "diloco.engine.streaming",
+        "torch.utils.tensorboard",
+        "diloco.training.loop",
         "diloco.models.language_model",
         "diloco.wire.floats",
         "diloco.wire.sparse",
@@ -101,16 +103,50 @@ def run_main(
         timeout_seconds: for all of it; what the program has started is then killed, too.
         environment: variables beside those of this process.
     """
+    with program(main, *args, folder=folder, **environment) as running:
+        return running.wait(timeout_seconds)
+
+
+@contextmanager
+def program(main: Callable[..., Any], *args: Any, folder: Path, **environment: str) -> Iterator["Program"]:
+    """Start a program as `run_main` does; what it has started is killed at the end."""
     with tempfile.TemporaryDirectory() as streams:
-        output, errors = Path(streams, "output"), Path(streams, "errors")
-        variables = os.environ | environment
-        process = _CONTEXT.Process(target=_be_program, args=(main, args, folder, output, errors, variables))
-        process.start()
-        process.join(timeout_seconds)
-        if process.exitcode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise ReplicaError(f"{main.__name__}{args} has not finished in time: {output.read_text()}")
-        return subprocess.CompletedProcess(args, process.exitcode, output.read_text(), errors.read_text())
+        running = Program(main, args, folder, Path(streams), os.environ | environment)
+        try:
+            yield running
+        finally:
+            if running.process.exitcode is None:
+                os.killpg(running.process.pid, signal.SIGKILL)
+                running.process.join()
+
+
+class Program:
+    """A program of its own, the first process of its group."""
+
+    def __init__(
+        self, main: Callable[..., Any], args: Any, folder: Path, streams: Path, environment: dict[str, str]
+    ) -> None:
+        self.args, self._output, self._errors = args, streams / "output", streams / "errors"
+        arguments = (main, args, folder, self._output, self._errors, environment)
+        self.process = _CONTEXT.Process(target=_be_program, args=arguments)
+        self.process.start()
+        self.pid = self.process.pid
+
+    def wait(self, timeout_seconds: float) -> subprocess.CompletedProcess[str]:
+        """Wait for its end."""
+        self.process.join(timeout_seconds)
+        output, errors = (path.read_text() if path.exists() else "" for path in (self._output, self._errors))
+        if self.process.exitcode is None:
+            raise ReplicaError(f"{self.args} has not finished in time: {output}{errors}")
+        return subprocess.CompletedProcess(self.args, self.process.exitcode, output, errors)
+
+    def wait_for_lines(self, num_lines: int, *, timeout_seconds: float = 60.0) -> list[str]:
+        """The lines that it has printed, once they are so many."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self._output.exists() or len(lines := self._output.read_text().splitlines()) < num_lines:
+            assert time.monotonic() < deadline and self.process.exitcode is None, self._errors.read_text()
+            time.sleep(0.02)
+        return lines
 
 
 def run_mains(

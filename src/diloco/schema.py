@@ -96,6 +96,20 @@ def converted(value: Any, kind: type[_T], *, source: str) -> _T:
     return made
 
 
+def flat(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Values that are nested by name, by their dotted names.
+
+    >>> flat({"seed": 3, "model": {"width": 32}})
+    {'seed': 3, 'model.width': 32}
+    """
+    named: dict[str, Any] = {}
+    for name, value in values.items():
+        part = flat(value, f"{where}{name}.") if isinstance(value, Mapping) else {where + name: value}
+        assert not named.keys() & part.keys(), f"two values have the name {where}{name}"
+        named |= part
+    return named
+
+
 def _from_text(kind: type, value: Any) -> Any:
     if kind is Path and isinstance(value, str) and "\0" not in value:
         return Path(value)

@@ -38,7 +38,7 @@ def test_commands_have_shards_and_passes_that_fit(capsys, tmp_path):
         shards, micro_batch = (flags.get(name) for name in ("--shards-per-replica", "--micro-batch"))
         config = replace(
             run.config,
-            shards_per_replica=shards and int(shards),
+            shards_per_replica=int(shards or 1),
             micro_batch=micro_batch and int(micro_batch),
             model=replace(run.config.model, vocab_size=32_000),
         )

@@ -1,6 +1,5 @@
 """`diloco train`: before it starts, stopped at any moment, and how it goes on."""
 
-import json
 import os
 import re
 import shutil
@@ -12,21 +11,20 @@ from pathlib import Path
 
 import pytest
 from tests.cli.commands import refusal
+from tests.data.test_shards import INDEX
 from tests.training.runs import command
 
 from diloco.cli import train
 from diloco.cli.main import main
 from diloco.cli.train import resume_command
+from diloco.data.shards import INDEX_FILE, write_record
 from diloco.training.config.config import with_value
 from diloco.training.config.recipes import recipe
 from diloco.training.records.runs import claim, running
 
 
 def test_a_resume_needs_no_recipe(tmp_path, capsys):
-    shard = {"num_tokens": 9, "num_documents": 1, "num_bytes": 9, "tokens_digest": "ab"}
-    (tmp_path / "index.json").write_text(
-        json.dumps({"digest": "ab", "vocab_size": 9, "splits": {"train": [shard]}})
-    )
+    write_record(tmp_path / INDEX_FILE, INDEX)
     started = replace(recipe("tiny"), seed=3, micro_batch=4, runs=tmp_path, name="run")
     claim(with_value(started, "data.prepared", tmp_path))
     asked = ["train", "--resume", str(tmp_path / "run"), "--seed", "9"]

@@ -3,9 +3,10 @@
 import json
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from tests.processes import run_main
+from tests.processes import Program, program
 
 from diloco.cli.main import main
 
@@ -21,8 +22,12 @@ def command(*flags: str) -> list[str]:
 
 
 def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    arguments = command(*flags)[len(DILOCO) :]
-    return run_main(main, arguments, folder=folder, timeout_seconds=TIMEOUT_SECONDS)
+    with started(folder, *flags) as process:
+        return process.wait(TIMEOUT_SECONDS)
+
+
+def started(folder: Path, *flags: str) -> AbstractContextManager[Program]:
+    return program(main, command(*flags)[len(DILOCO) :], folder=folder)
 
 
 def summary(run: Path) -> dict:

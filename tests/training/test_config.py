@@ -1,79 +1,35 @@
-from dataclasses import replace
+"""The config of a run: written and read, resolved, compared, and made from a recipe and a file."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
-from diloco.errors import UserError
+from diloco.models.decoder_config import DecoderConfig
 from diloco.training.config.config import (
-    AdamWConfig,
     CheckpointConfig,
     DilocoConfig,
-    ElasticConfig,
-    EvaluationConfig,
+    TrainConfig,
+    differences,
+    differences_from_defaults,
+    fields_with,
+    from_json,
+    to_json,
+    trait,
+    with_value,
 )
-from diloco.training.config.recipes import tiny
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_replicas": 3}, "global_batch=8 must be a multiple of num_replicas=3"),
-        ({"micro_batch": 3}, "micro_batch=3 must divide a process's share of the batch, 4"),
-        ({"seed": -1}, "seed must be at least 0"),
-        ({"timeout_seconds": 0.0}, "timeout_seconds must be above 0"),
-        ({"timeout_seconds": 1e15}, "timeout_seconds must be above 0 and at most 1e7"),
-        ({"method": "data_parallel", "checkpoint": CheckpointConfig(keep=2)}, "1 steps apart, so keep at least 3"),
-        ({"num_replicas": 0}, "num_replicas must be at least 1, not 0"),
-        ({"shards_per_replica": 0}, "shards_per_replica must be at least 1, not 0"),
-        ({"shards_per_replica": 3}, "global_batch=8 must be a multiple of num_replicas=2 · shards_per_replica=3"),
-        ({"method": "data_parallel", "ddp_per_replica": 2}, "ddp_per_replica=2 with method=data_parallel"),
-        ({"method": "data_parallel", "num_connections": 2}, "num_connections=2 means nothing to data_parallel"),
-        ({"num_connections": 0}, "num_connections must be at least 1"),
-        (
-            {"rendezvous": "run", "ddp_per_replica": 2},
-            "ddp_per_replica=2 with rendezvous=run: take shards_per_replica",
-        ),
-        (
-            {"rendezvous": "run", "replica_batch": 3, "shards_per_replica": 2},
-            "replica_batch=3 must be a multiple of shards_per_replica=2",
-        ),
-        ({"checkpoint": CheckpointConfig(every_steps=-1)}, "checkpoint.every_steps must be at least 0, not -1"),
-        ({"checkpoint": CheckpointConfig(keep=0)}, "checkpoint.keep must be at least 1, not 0"),
-        ({"checkpoint": CheckpointConfig(every_steps=5, keep=3)}, "11 steps apart, so keep at least 5"),
-    ],
+from diloco.training.config.recipes import RECIPES, laptop, recipe, scaling_laws, tiny
+from diloco.training.config.resolve import (
+    Budget,
+    identity,
+    parse_tokens,
+    read_config_file,
+    resolve,
+    shared_facts,
+    with_budget,
 )
-def test_contradictions_name_both_values_and_the_field(change, message):
-    with pytest.raises(UserError, match=message) as error:
-        replace(tiny(), **change)
-    assert error.value.field is not None and error.value.field in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields", "message"),
-    [
-        (AdamWConfig, {"learning_rate": 0.0}, r"optimizer.learning_rate must be above 0 and finite, not 0\.0"),
-        (AdamWConfig, {"beta2": 1.0}, r"optimizer.beta2 must be at least 0 and below 1, not 1\.0"),
-        (AdamWConfig, {"weight_decay": float("nan")}, r"optimizer.weight_decay must be at least 0 and finite"),
-        (DilocoConfig, {"outer_learning_rate": 0.0}, r"diloco.outer_learning_rate must be above 0 and finite"),
-        (DilocoConfig, {"mixing": 1.0}, r"diloco.mixing must be at least 0 and below 1, not 1\.0"),
-        (DilocoConfig, {"mixing": -0.1}, r"diloco.mixing must be at least 0 and below 1, not -0\.1"),
-        (DilocoConfig, {"outer_momentum": 1.0}, r"diloco.outer_momentum must be at least 0 and below 1, not 1\.0"),
-        (EvaluationConfig, {"batch": 0}, r"evaluation.batch must be at least 1, not 0"),
-        (ElasticConfig, {"num_slots": 0}, r"elastic.num_slots must be at least 1 and below 2\^16, not 0"),
-        (ElasticConfig, {"max_local_steps": 0}, r"elastic.max_local_steps must be at least 1 and below 2\^31"),
-        (ElasticConfig, {"max_stale": -1}, r"elastic.max_stale must be at least 0 and below 2\^31, not -1"),
-    ],
-)
-def test_a_field_out_of_its_range_is_named(kind, fields, message):
-    with pytest.raises(UserError, match=message) as error:
-        kind(**fields)
-    assert error.value.field == message.split()[0]
-
-
-@pytest.mark.parametrize(("num_tokens", "choice"), [(1000, "512 or 1024"), (100, "512 or more")])
-def test_a_budget_of_broken_steps_is_never_rounded_here(num_tokens, choice):
-    with pytest.raises(UserError, match=rf"num_tokens={num_tokens} is no whole number of steps .*take {choice}"):
-        _ = replace(tiny(), num_tokens=num_tokens).num_steps
-    assert replace(tiny(), num_tokens=1024).num_steps == 2
 
 
 def test_one_replica_needs_no_spare_checkpoint():
@@ -87,3 +43,232 @@ def test_one_replica_needs_no_spare_checkpoint():
 def test_replicas_may_be_as_far_apart_as_the_first_sync_lets_them(offsets, first_sync, expected):
     diloco = replace(tiny().diloco, offsets=offsets, first_sync=first_sync)
     assert replace(tiny(), diloco=diloco).steps_apart == expected
+
+
+CONFIG = replace(tiny(), diloco=DilocoConfig(sync_every=10, overlap_steps=(0, 3), offsets=(0, 1, 2)))
+
+
+def test_json_gives_the_config_back():
+    assert from_json(TrainConfig, json.loads(json.dumps(to_json(CONFIG)))) == CONFIG
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherConfig(DecoderConfig):
+    """A family of its own."""
+
+    num_experts: int = 1
+
+
+def test_a_model_of_another_family_comes_back_and_the_decoders_json_names_none():
+    assert "family" not in to_json(CONFIG)["model"]
+    other = replace(CONFIG, model=OtherConfig(num_layers=4, num_heads=2, width=32, num_experts=8))
+    assert from_json(TrainConfig, json.loads(json.dumps(to_json(other)))) == other
+    assert differences(CONFIG, other).keys() == {"model"}
+    assert differences_from_defaults(other)["model.family"] == f"{__name__}.OtherConfig"
+
+
+def test_differences_name_nested_fields():
+    one, other = tiny(), replace(tiny(), seed=1, diloco=replace(tiny().diloco, wire="bf16"))
+    assert differences(one, other) == {"seed": (0, 1), "diloco.wire": (None, "bf16")}
+
+
+def test_fields_with_a_trait_are_named_with_its_value():
+    @dataclass
+    class Inner:
+        one: int = field(default=1, metadata=trait(planned=True))
+        two: int = 2
+
+    @dataclass
+    class Outer:
+        inner: Inner
+        whole: Inner = field(metadata=trait(column=True))
+        other: int = field(metadata=trait(planned=True, column=True))
+
+    Outer.__annotations__ |= {"inner": Inner, "whole": Inner}
+    assert fields_with(Outer, "planned") == {"inner.one": True, "whole.one": True, "other": True}
+    assert fields_with(Outer, "column") == {"whole": True, "other": True}
+    with pytest.raises(AssertionError, match="no field of Outer has the trait 'colum'"):
+        fields_with(Outer, "colum")
+
+
+def test_a_new_field_with_a_default_changes_no_digest():
+    @dataclass(frozen=True)
+    class Before:
+        size: int
+        rate: float = 0.5
+
+    @dataclass(frozen=True)
+    class After:
+        size: int
+        rate: float = 0.5
+        clip: float | None = None
+
+    def digest(config) -> str:
+        return hashlib.sha256(json.dumps(differences_from_defaults(config), sort_keys=True).encode()).hexdigest()
+
+    assert differences_from_defaults(Before(3)) == {"size": 3}
+    assert digest(Before(3, 0.25)) == digest(After(3, 0.25)) != digest(After(3, 0.25, 1.0))
+
+
+def test_every_recipe_is_a_run_that_can_be_resolved():
+    for make in RECIPES.values():
+        config = make()
+        vocab_size = config.model.vocab_size or 257
+        assert resolve(config, vocab_size=vocab_size, prepared=Path("p")).num_steps == config.num_steps > 0
+
+
+def test_the_ladder_recipes_follow_the_published_power_laws():
+    config = scaling_laws("35M", num_replicas=2)
+    assert config.optimizer.learning_rate == pytest.approx(0.0059, rel=0.01)
+    assert config.global_batch == 32
+    assert config.num_tokens == pytest.approx(20 * 35_651_584, rel=1e-3)
+    # 36.2 sequences are 12.1 of each of three replicas, 2^3.6
+    assert scaling_laws("35M", num_replicas=3).global_batch == 3 * 16
+
+
+def resolved(config: TrainConfig) -> TrainConfig:
+    return resolve(config, vocab_size=257, prepared=Path("prepared"))
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("streaming_overlapped_fp4", (1, "strided", 0.5, "e3m0")),
+        ("streaming", (0, "strided", 0.0, "fp32")),
+        ("diloco", (0, "whole", 0.0, "fp32")),
+        ("data_parallel", (None, None, None, None)),
+    ],
+)
+def test_a_method_fills_in_the_values_that_were_left_out(method, expected):
+    diloco = resolved(replace(tiny(), method=method)).diloco
+    assert (diloco.overlap_steps, diloco.fragments, diloco.mixing, diloco.wire) == expected
+
+
+def test_values_that_were_given_stay():
+    settings = DilocoConfig(sync_every=10, overlap_steps=7, mixing=0.25, wire="bf16")
+    assert resolved(replace(tiny(), method="diloco", diloco=settings)).diloco == replace(
+        settings, fragments="whole"
+    )
+
+
+def test_the_length_of_the_run_sets_warm_up_and_weight_decay():
+    config = resolved(tiny())
+    assert config.num_steps == 60
+    assert (config.optimizer.warmup_steps, config.optimizer.weight_decay) == (6, 1 / 60)
+
+
+@pytest.mark.parametrize(("every_steps", "expected"), [(20, 3), (5, 5), (1, 13), (0, 3)])
+def test_left_out_as_many_checkpoints_are_kept_as_replicas_apart_need(every_steps, expected):
+    assert (
+        resolved(replace(tiny(), checkpoint=CheckpointConfig(every_steps=every_steps))).checkpoint.keep == expected
+    )
+
+
+def test_a_run_is_known_by_its_settings_and_not_by_its_name_or_place():
+    config = tiny()
+    assert not {"method", "diloco.wire", "name", "data.cache"} & identity(config).keys()
+    assert identity(replace(config, diloco=replace(config.diloco, wire="int8")))["diloco.wire"] == "int8"
+    data = replace(config.data, cache=Path("elsewhere"))
+    same = replace(config, name="a", runs=Path("b"), recipe="c", timeout_seconds=5.0, data=data)
+    assert identity(same) == identity(config)
+    assert identity(replace(config, diloco=replace(config.diloco, wire="e3m0"))) == identity(config)
+    for change in ({"seed": 1}, {"precision": "fp32"}, {"method": "streaming"}, {"num_tokens": 61440}):
+        assert identity(replace(config, **change)) != identity(config)
+
+
+def test_replicas_may_differ_in_where_they_compute_and_in_nothing_that_is_computed():
+    config = tiny()
+    assert shared_facts(replace(config, device="cpu", runs=Path("x"))) == shared_facts(config)
+    for change in ({"seed": 1}, {"name": "x"}, {"diloco": replace(config.diloco, offload=True)}):
+        assert shared_facts(replace(config, **change)) != shared_facts(config)
+
+
+SIZED = replace(tiny(), model=replace(tiny().model, vocab_size=257))
+STEP = 8 * 64
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("30720", 30_720),
+        ("1e6", 1e6),
+        ("1M", 1e6),
+        ("2.5k", 2500),
+        ("1,000,000", 1e6),
+        ("3G", 3e9),
+        ("3b", 3e9),
+        ("20x", 20 * SIZED.model.num_matrix_params),
+        ("0.5X", 0.5 * SIZED.model.num_matrix_params),
+    ],
+)
+def test_a_budget_is_tokens_or_a_multiple_of_the_parameters(text, tokens):
+    assert parse_tokens(text).num_tokens(SIZED, epoch_tokens=1) == pytest.approx(tokens)
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_steps"),
+    [
+        (Budget(100.4 * STEP, "tokens"), 100),
+        (Budget(100.6 * STEP, "tokens"), 101),
+        (Budget(STEP, "tokens"), 1),
+        (Budget(3, "epochs"), round(3 * 12_345 / STEP)),
+    ],
+)
+def test_a_budget_is_rounded_to_the_nearest_whole_step(budget, num_steps):
+    assert with_budget(SIZED, budget, epoch_tokens=12_345) == replace(SIZED, num_tokens=num_steps * STEP)
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_a_file_changes_the_fields_of_its_recipe(tmp_path):
+    text = 'recipe = "tiny"\nseed = 3\nnum_tokens = "20x"\n[data]\ntrain = ["a", "b"]\n[diloco]\n'
+    text += "overlap_steps = [1, 2]\n"
+    config, budget = read_config_file(write(tmp_path / "run.toml", text), None)
+    expected = replace(recipe("tiny"), seed=3, data=replace(laptop().data, train=("a", "b")))
+    assert config == with_value(expected, "diloco.overlap_steps", (1, 2))
+    assert budget == Budget(20.0, "tokens a parameter")
+    same = read_config_file(write(tmp_path / "run.json", '{"seed": 3, "num_tokens": 1024}'), "tiny")
+    assert same == (replace(recipe("tiny"), seed=3, num_tokens=1024), Budget(1024, "tokens"))
+    assert read_config_file(write(tmp_path / "run.toml", "epochs = 2"), "tiny")[1] == Budget(2, "epochs")
+
+
+def test_with_a_rendezvous_a_run_begins_with_one_replica_unless_the_file_says_otherwise(tmp_path):
+    path = write(tmp_path / "run.toml", "replica_batch = 2")
+    config, _ = read_config_file(path, "tiny", rendezvous="store")
+    assert (config.rendezvous, config.num_replicas, config.replica_batch) == ("store", 1, 2)
+    write(path, 'rendezvous = "other"')
+    config, _ = read_config_file(path, "tiny")
+    assert (config.rendezvous, config.num_replicas) == ("other", 1)
+    assert read_config_file(path, "tiny", rendezvous="store")[0].rendezvous == "store"
+    write(path, 'rendezvous = "other"\nnum_replicas = 4')
+    assert read_config_file(path, "tiny")[0].num_replicas == 4
+    assert read_config_file(write(path, "seed = 3"), "tiny")[0].num_replicas == recipe("tiny").num_replicas > 1
+
+
+def test_the_file_of_the_docs_can_be_read():
+    config, budget = read_config_file(Path(__file__).parents[2] / "docs/snippets/run.toml", None)
+    assert config.recipe == "laptop" and config.diloco.sync_every == 50
+    assert budget == Budget(20.0, "tokens a parameter")
+
+
+def test_a_run_is_repeated_from_its_config(tmp_path):
+    """Without its name, the place of a text that is prepared on demand, and the phases that its schedule had."""
+    asked = with_value(replace(recipe("tiny"), seed=5), "data.cache", tmp_path / "data")
+    started = with_value(replace(asked, name="first"), "data.prepared", tmp_path / "data" / "text")
+    path = write(tmp_path / "config.json", json.dumps(to_json(started)))
+    assert read_config_file(path, None) == (asked, Budget(asked.num_tokens, "tokens"))
+    extended = with_value(with_value(started, "optimizer.start_step", 20), "optimizer.warmup_steps", 3)
+    write(path, json.dumps(to_json(extended)))
+    assert read_config_file(path, None)[0] == asked
+
+
+def test_a_text_elsewhere_is_named_again_while_it_is_there(tmp_path):
+    asked = with_value(recipe("tiny"), "data.prepared", tmp_path / "text")
+    path = write(tmp_path / "config.json", json.dumps(to_json(asked)))
+    assert read_config_file(path, None)[0].data.prepared is None
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "index.json").touch()
+    assert read_config_file(path, None)[0].data.prepared == tmp_path / "text"

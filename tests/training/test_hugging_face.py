@@ -21,8 +21,7 @@ from diloco.errors import UserError
 from diloco.models.hugging_face_config import HuggingFaceConfig
 from diloco.training.config.engine_settings import check
 from diloco.training.config.forecast import forecast
-from diloco.training.config.hugging_face import with_hugging_face
-from diloco.training.config.recipes import recipe
+from diloco.training.config.recipes import recipe, with_hugging_face
 from diloco.training.config.resolve import facts_with_rendezvous, read_config_file, resolve, shared_facts
 from diloco.training.records.export import export_run
 from diloco.training.records.finished import evaluate_run, run_parameters

@@ -12,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed.run as launcher
 from tests.ports import free_port
-from tests.processes import run_main
+from tests.processes import Program, run_main
 from tests.sockets import family_of, listening
 from tests.training.runs import (
     BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT,
@@ -26,15 +27,19 @@ from tests.training.runs import (
     command,
     lines,
     run,
+    started,
     summary,
 )
 
+from diloco.training.config.config import CheckpointConfig, EvaluationConfig
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolved
 from diloco.training.loop import train
 from diloco.training.prepare import prepare_run
 from diloco.training.records.metrics import StepMetrics
 from diloco.training.records.runs import read_config
+from diloco.training.state import TrainState
+from diloco.training.step import BegunStep, begin_step
 
 
 def test_a_run_leaves_its_files(streaming):
@@ -119,20 +124,14 @@ def test_the_time_adds_up(streaming):
 def test_a_killed_run_goes_on_bit_for_bit(folder, streaming):
     killed = folder / "runs" / "killed"
     flags = ["--num-tokens", "61440", *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT]
-    with subprocess.Popen(
-        command("--name", killed.name, *flags),
-        cwd=folder,
-        stderr=subprocess.PIPE,
-        text=True,
-        stdout=subprocess.DEVNULL,
-    ) as process:
+    with started(folder, "--name", killed.name, *flags) as process:
         victim = wait_for_step(process, killed, step=45)
         assert {str(address) for address, _ in listening(*family_of(process.pid))} == {"127.0.0.1"}
         os.kill(victim, signal.SIGKILL)
-        message = process.communicate(timeout=60)[1]
-    assert process.returncode == 1
+        done = process.wait(60)
+    assert done.returncode == 1
     expected = rf"diloco: replica \d was killed by SIGKILL .*; go on with: .* --resume runs/{killed.name}\n"
-    assert re.fullmatch(expected, message)
+    assert re.fullmatch(expected, done.stderr)
     assert len(lines(killed, 0)) < len(lines(streaming, 0))
 
     again = run(folder, "--resume", str(killed))
@@ -148,12 +147,12 @@ def test_a_killed_run_goes_on_bit_for_bit(folder, streaming):
     assert [summary(streaming)[name] for name in same] == [summary(killed)[name] for name in same]
 
 
-def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> int:
+def wait_for_step(process: Program, run: Path, step: int) -> int:
     """The process of the last replica, once replica 0 has come that far."""
     path = run / "metrics-0.jsonl"
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while not path.exists() or path.read_text().count("\n") < step:
-        assert time.monotonic() < deadline and process.poll() is None, "the run came to nothing"
+        assert time.monotonic() < deadline and process.process.exitcode is None, "the run came to nothing"
         time.sleep(0.02)
     return max(replicas(process.pid))
 
@@ -223,27 +222,35 @@ def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch, steps_ahead
     """One step ahead, as on a GPU, the host sees the same steps in the same order."""
     monkeypatch.setattr("diloco.training.loop._Run.steps_ahead", steps_ahead)
     unresolved = replace(recipe("tiny"), name=f"alone-{steps_ahead}", runs=folder / "runs", num_replicas=1)
+    evaluation, checkpoint = EvaluationConfig(every_steps=6, num_tokens=512), CheckpointConfig(every_steps=8)
+    unresolved = replace(unresolved, num_tokens=24 * 8 * 64, evaluation=evaluation, checkpoint=checkpoint)
     data = replace(
         unresolved.data, train=(str(folder / "text.jsonl"),), held_out_fraction=0.1, cache=folder / "data"
     )
     config = resolved(prepare_run(replace(unresolved, data=data)))
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     curves: dict[int, dict] = {}
     recording = SimpleNamespace(log=lambda values, step: curves.update({step: values}), close=lambda: None)
     monkeypatch.setattr("diloco.training.loop.tracker", lambda name, **_: recording)
     steps: list[int] = []
+    ended_before: dict[int, int] = {}
+
+    def begin(state: TrainState, *arguments: Any) -> BegunStep:
+        ended_before[state.step + 1] = len(steps) - 1
+        return begin_step(state, *arguments)
 
     def on_step(metrics: StepMetrics) -> None:
         steps.append(metrics.step)
 
+    monkeypatch.setattr("diloco.training.loop.begin_step", begin)
     outcome = train(config, on_start=lambda step, _: steps.append(step), on_step=on_step)
-    assert steps == list(range(61)) and outcome is not None
+    assert steps == list(range(25)) and outcome is not None
+    # Before a step that is evaluated or saved begins, all others have ended; after it, none is left.
+    whole = {step + more for step in (0, 6, 8, 12, 16, 18, 24) for more in (0, 1)}
+    expected = {step: step - 1 if step in whole else step - 1 - steps_ahead for step in range(1, 25)}
+    assert ended_before == expected
     assert outcome.summary["bytes_sent_per_replica"] == outcome.summary["data_parallel_bytes_per_replica"] == 0
     assert outcome.summary["compute_utilization"] > 0.99
-    assert outcome.summary["tokens_per_second"] == pytest.approx(60 * 8 * 64 / outcome.summary["wall_seconds"])
+    assert outcome.summary["tokens_per_second"] == pytest.approx(24 * 8 * 64 / outcome.summary["wall_seconds"])
     assert len(outcome.sample) > 100
     written = lines(folder / "runs" / f"alone-{steps_ahead}", 0)
     assert sum(line["step_seconds"] for line in written) == pytest.approx(outcome.summary["wall_seconds"])

@@ -6,18 +6,30 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import Program, program
 from tests.sockets import family_of, listening
 
+from diloco.errors import ReplicaFailedError
 from diloco.training import processes
 from diloco.training.config.recipes import recipe
 from diloco.training.prepare import refuse_what_means_nothing
-from diloco.training.processes import SIGNALS, STORE, _explain, import_modules, num_cores, on_signal
+from diloco.training.processes import (
+    SIGNALS,
+    STORE,
+    _explain,
+    import_modules,
+    launch,
+    num_cores,
+    on_signal,
+    prepared,
+)
 from diloco.training.world import join
 
 
@@ -51,20 +63,29 @@ def test_a_signal_that_nohup_has_ignored_stays_ignored():
 
 
 _LAUNCH = """
-import os
+from pathlib import Path
 import sys
-from diloco.errors import ReplicaFailedError
-from diloco.training.processes import launch
-from tests.training import test_processes
+from tests.training.test_processes import join_and_fail, launch_all
 
 if __name__ == "__main__":
-    entrypoint = getattr(test_processes, sys.argv[1])
-    for folder in sys.argv[2:]:
+    launch_all(join_and_fail, Path(sys.argv[1]))
+"""
+
+
+def launch_all(entrypoint: Callable[..., None], *folders: Path) -> None:
+    """Launch two replicas for each folder, one pair after another, and print their errors."""
+    for folder in folders:
         try:
             launch(entrypoint, 2, 1, os.getpid(), folder)
         except ReplicaFailedError as error:
-            print(error, error.exit_code, error.fields, flush=True)
-"""
+            sys.stdout.write(f"{error} {error.exit_code} {error.fields}\n")
+            sys.stdout.flush()
+
+
+def launch_forked(*folders: Path) -> None:
+    """The same by an ancestor that is forked before, as the command line has it."""
+    with prepared():
+        launch_all(touch_and_sleep, *folders)
 
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +108,7 @@ def join_and_fail(launcher: int, folder: str) -> None:
 def test_a_run_of_one_machine_listens_on_loopback_and_an_error_of_a_replica_arrives_whole(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     process = subprocess.run(
-        [sys.executable, "-c", _LAUNCH, "join_and_fail", str(tmp_path)],
+        [sys.executable, "-c", _LAUNCH, str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -119,38 +140,35 @@ def touch_and_sleep(launcher: int, folder: str) -> None:
     time.sleep(100)
 
 
-@pytest.mark.slow
 def test_replicas_end_with_their_launcher(tmp_path):
     folders = [tmp_path / str(number) for number in range(3)]
     for folder in folders:
         folder.mkdir()
-    command = [sys.executable, "-c", _LAUNCH, "touch_and_sleep", *map(str, folders)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with program(launch_forked, *folders, folder=ROOT) as running:
         for folder, number in zip(folders, (signal.SIGTERM, signal.SIGINT, signal.SIGKILL), strict=True):
-            abandoned, store = replicas_in(folder, process)
-            process.send_signal(number)
+            abandoned, store = replicas_in(folder, running)
+            os.kill(running.pid, number)
             if number != signal.SIGKILL:
-                assert process.stdout.readline() == f"stopped by {number.name} {128 + number} ()\n"
+                sentence = f"stopped by {number.name} {128 + number} ()"
+                assert running.wait_for_lines(1 + int(folder.name))[-1] == sentence
                 assert not any(map(is_alive, abandoned)) and not store.parent.exists()
-    wait_for_the_end(abandoned, store)
+        wait_for_the_end(abandoned, store)
 
 
-@pytest.mark.slow
 def test_replicas_end_with_their_ancestor(tmp_path):
-    command = [sys.executable, "-c", _LAUNCH, "touch_and_sleep", str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        abandoned, store = replicas_in(tmp_path, process)
+    with program(launch_forked, tmp_path, folder=ROOT) as running:
+        abandoned, store = replicas_in(tmp_path, running)
         os.kill(parent(parent(abandoned[0])), signal.SIGKILL)
         sentence = "the process that starts the replicas was killed (out of memory?) 1 ()\n"
-        assert process.stdout.readline() == sentence
-    wait_for_the_end(abandoned, store)
+        assert running.wait(60).stdout == sentence
+        wait_for_the_end(abandoned, store)
 
 
-def replicas_in(folder: Path, process: subprocess.Popen[str]) -> tuple[list[int], Path]:
+def replicas_in(folder: Path, running: Program) -> tuple[list[int], Path]:
     """The replicas of `touch_and_sleep`, once both have begun, and the file at which they meet."""
     deadline = time.monotonic() + 60
     while len(paths := [path for path in folder.iterdir() if path.name.isdigit()]) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
+        assert time.monotonic() < deadline and running.process.exitcode is None
         time.sleep(0.02)
     return [int(path.name) for path in paths], Path(paths[0].read_text())
 

@@ -26,7 +26,7 @@ def test_a_step_asks_once_and_its_rate_is_that_of_its_own_tokens():
     config = config_of()
     world = alone(config)
     state = initial_state(config, world)
-    state.progress = progress = Counting(config)
+    state.progress = progress = Counting(config.num_steps, config.tokens_per_step)
     for step in (1, 2, 3):
         begun = begin_step(state, batch_of(config, step), config, world)
         assert begun.learning_rate == learning_rate(config, step)

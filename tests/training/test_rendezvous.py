@@ -4,14 +4,13 @@ import asyncio
 import os
 import re
 import signal
-import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.processes import run_replicas
-from tests.training.runs import TIMEOUT_SECONDS, command, lines, run, summary
+from tests.training.runs import TIMEOUT_SECONDS, lines, run, started, summary
 
 from diloco.errors import DisagreementError, UserError
 from diloco.models.decoder_config import DecoderConfig
@@ -136,7 +135,7 @@ def come_and_go(config: TrainConfig) -> None:
 @pytest.fixture(scope="module")
 def eventful(config) -> TrainConfig:
     """The config of such a run, which is over."""
-    run_replicas(come_and_go, 5, config, joined=False, mortal=(2, 3), imports=["diloco.training.loop"])
+    run_replicas(come_and_go, 5, config, joined=False, mortal=(2, 3))
     return config
 
 
@@ -238,7 +237,7 @@ def test_fixed_members_have_the_learning_rates_of_a_fixed_group(config, tmp_path
         elastic=ElasticConfig(quorum="all", num_shares=2),
         diloco=replace(config.diloco, combine="reduce_scatter:bf16"),
     )
-    everyones = run_replicas(train_together, 2, fixed, joined=False, imports=["diloco.training.loop"])
+    everyones = run_replicas(train_together, 2, fixed, joined=False)
     expected = [learning_rate(config, step) for step in range(1, STEPS + 1)]
     assert max(map(len, everyones)) == STEPS
     for rates in everyones:  # who sees first that the other has finished may stop some steps earlier
@@ -262,7 +261,7 @@ def train_beside_shards(config: TrainConfig) -> list[tuple[int, float]]:
 
 def test_the_shards_of_a_machine_are_one_replica(config, tmp_path):
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), elastic=ElasticConfig(quorum="all"))
-    first, second, _ = run_replicas(train_beside_shards, 3, run, joined=False, imports=["diloco.training.loop"])
+    first, second, _ = run_replicas(train_beside_shards, 3, run, joined=False)
     assert first == second and len(first) > STEPS / 2, (
         "both shards train with the same rate, and end after the same step"
     )
@@ -277,12 +276,6 @@ def test_the_shards_of_a_machine_are_one_replica(config, tmp_path):
     assert totals["a"]["shards_per_replica"] == 2 and totals["a"]["eval_loss"] < 5
     model, _ = run_parameters(tmp_path / "a", "outer")
     assert parameters_hash(dict(model.named_parameters())) == totals["a"]["outer_hash"]
-
-
-def test_a_launchers_processes_must_be_the_shards(config, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(UserError, match=r"started 4 processes .* shards_per_replica=2: set it to 4"):
-        train(of(config, "other", shards_per_replica=2, micro_batch=1))
 
 
 def interrupt(config: TrainConfig) -> str:
@@ -311,7 +304,7 @@ def interrupt(config: TrainConfig) -> str:
 
 def test_ctrl_c_leaves_the_run_and_loses_no_payload(config, tmp_path):
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"))
-    assert run_replicas(interrupt, 2, run, joined=False, imports=["diloco.training.loop"]) == [
+    assert run_replicas(interrupt, 2, run, joined=False) == [
         "finished",
         "interrupted",
     ]
@@ -336,24 +329,13 @@ def test_a_command_joins_and_a_signal_lets_it_leave(stop, number, exit_code, fol
     metrics = folder / flags[-1] / "stopped" / "metrics-0.jsonl"
     starts = (1, 2) if number == signal.SIGTERM else (1,)  # by the same command
     for start in starts:
-        with subprocess.Popen(
-            command("--name", "stopped", *flags, "--num-tokens", str(8 * 64 * 4000)),
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        ) as process:
-            try:
-                wait_for(metrics, num_lines=25 * start)
-                stop(process.pid, number)
-                errors = process.communicate(timeout=TIMEOUT_SECONDS)[1]
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-        assert process.returncode == exit_code
-        *_, stopped = errors.splitlines()
-        assert ("this run trusts everybody who can write to " in errors) == (start == 1)
+        with started(folder, "--name", "stopped", *flags, "--num-tokens", str(8 * 64 * 4000)) as process:
+            wait_for(metrics, num_lines=25 * start)
+            stop(process.pid, number)
+            done = process.wait(TIMEOUT_SECONDS)
+        assert done.returncode == exit_code
+        *_, stopped = done.stderr.splitlines()
+        assert ("this run trusts everybody who can write to " in done.stderr) == (start == 1)
         end = rf"diloco: stopped by {number.name}; go on with: .* --resume {flags[-1]}/stopped"
         assert re.fullmatch(end, stopped)
     assert [join.name for join in bodies(str(folder / bucket), Join)] == ["stopped" for _ in starts]

@@ -1,6 +1,12 @@
-"""The directory of a run: claimed, read, and taken up again, or refused in a sentence that says why not."""
+"""The directory of a run: claimed, locked, read, and taken up again, or refused in a sentence with the reason."""
 
+import errno
 import json
+import os
+import shutil
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -8,38 +14,43 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.data.test_shards import INDEX, SHARD
 from tests.processes import run_replicas
 
+from diloco.data.shards import INDEX_FILE, write_record
 from diloco.errors import ExchangeError, FileError, UserError
 from diloco.training.config.config import TrainConfig, with_value
 from diloco.training.config.recipes import tiny
 from diloco.training.config.resolve import resolve
 from diloco.training.records import runs
 from diloco.training.records.runs import (
-    check_same_text,
+    check_not_running,
+    check_text,
     claim,
     claim_together,
+    fcntl,
     newest_common_step,
     read_asked,
     read_config,
     resumable,
     resume_config,
+    running,
 )
 from diloco.training.world import alone, world_of
 
 
-def index(digest="abc", num_tokens=42):
-    """The facts of a text of two shards."""
-    shard = {"num_documents": 1, "num_bytes": 9, "tokens_digest": "ab"}
-    shards = [shard | {"num_tokens": number} for number in (num_tokens - 2, 2)]
-    return json.dumps({"digest": digest, "vocab_size": 257, "splits": {"train": shards}})
+def write_index(prepared: Path, digest: str = "abc", num_tokens: int = 42) -> None:
+    """Write the index of a text of two shards."""
+    shards = [replace(SHARD, num_tokens=number) for number in (num_tokens - 2, 2)]
+    index = replace(INDEX, digest=digest, splits=INDEX.splits | {"train": tuple(shards)})
+    write_record(prepared / INDEX_FILE, index)
 
 
 @pytest.fixture
 def run(tmp_path):
     prepared = tmp_path / "prepared"
     prepared.mkdir()
-    (prepared / "index.json").write_text(index())
+    write_index(prepared)
     asked = with_value(replace(tiny(), name="r", runs=tmp_path), "data.prepared", prepared)
     claim(asked)
     return asked
@@ -110,7 +121,7 @@ def test_a_resume_on_other_shards_takes_micro_batches_that_divide_their_share(ru
     claim(started)
     asked = replace(resumable(started.directory), shards_per_replica=num_shards)
     resumed = resume_config(started.directory, asked)
-    assert (resumed.num_shards, resumed.micro_batch) == (num_shards, micro_batch)
+    assert (resumed.shards_per_replica, resumed.micro_batch) == (num_shards, micro_batch)
 
 
 @pytest.mark.parametrize(("num_shards", "micro_batch"), [(2, None), (4, 3), (1, 6)])
@@ -134,21 +145,20 @@ def test_a_resume_without_its_data_names_the_setting(run):
         resume_config(run.directory, resumable(run.directory))
 
 
-@pytest.mark.slow
 def test_a_resume_on_other_text_is_refused(run):
-    check_same_text(run, field="data.prepared")
+    check_text(run, field="data.prepared")
     for digest, num_tokens in (("abc", 41), ("abd", 42)):
-        (run.data.prepared / "index.json").write_text(index(digest, num_tokens))
+        write_index(run.data.prepared, digest, num_tokens)
         with pytest.raises(UserError, match=rf"abc and 42 tokens .*prepared has {digest} and {num_tokens}:"):
-            check_same_text(run, field="data.prepared")
+            check_text(run, field="data.prepared")
     (run.directory / "data.json").write_text("{")
     with pytest.raises(UserError, match=r"data.json can't be read"):
-        check_same_text(run, field="data.prepared")
+        check_text(run, field="data.prepared")
 
 
 @pytest.mark.parametrize("name", ["r", "seeds/r"])
 def test_a_claimed_directory_is_the_runs_own_whatever_its_name(tmp_path, name):
-    (tmp_path / "index.json").write_text(index())
+    write_index(tmp_path)
     config = resolve(replace(tiny(), num_replicas=1, name=name, runs=tmp_path), vocab_size=257, prepared=tmp_path)
     claim_together(config, alone(config))
     with pytest.raises(UserError, match="already holds a run"):
@@ -266,3 +276,78 @@ def test_replicas_resume_at_the_newest_step_that_all_hold(run, monkeypatch, held
     else:
         with pytest.raises(UserError, match=expected):
             newest_common_step(run, world, checkpoints)
+
+
+def test_a_second_command_hears_who_trains_there(tmp_path):
+    directory = tmp_path / "runs" / "one"
+    check_not_running(directory)
+    with running(directory):
+        who = rf"process {os.getpid()} on {socket.gethostname()} since 20.*"
+        for attempt in (lambda: running(directory).__enter__(), lambda: check_not_running(directory)):
+            with pytest.raises(
+                UserError, match=rf"one is in use: {who} trains there; wait for it, or choose"
+            ) as error:
+                attempt()
+            assert error.value.field == "name"
+        (directory / "config.json").touch()
+    check_not_running(directory)
+    with running(directory):
+        pass
+    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "running"]
+
+
+def test_a_grid_waits_for_the_command_before(tmp_path):
+    def wait():
+        with running(tmp_path / "one", waits=True):
+            return ended.is_set()
+
+    ended = threading.Event()
+    with ThreadPoolExecutor() as threads:
+        with running(tmp_path / "one"):
+            waiting = threads.submit(wait)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.1)
+            ended.set()
+        assert waiting.result(10)
+
+
+def test_a_directory_to_which_nothing_was_written_goes_away(tmp_path):
+    with pytest.raises(ZeroDivisionError), running(tmp_path / "one"):
+        _ = 1 / 0
+    assert not (tmp_path / "one").exists()
+
+
+def test_a_lock_on_a_file_that_was_just_removed_is_taken_again(tmp_path, monkeypatch):
+    """The command before ends between this one's look at the file and its lock: a third would lock a new file."""
+    flock, ended = fcntl.flock, []
+
+    def end_before(file, kind):
+        if not ended:
+            ended.append(shutil.rmtree(tmp_path / "one"))
+        flock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", end_before)
+    with (
+        running(tmp_path / "one"),
+        pytest.raises(UserError, match=rf"is in use: process {os.getpid()}"),
+        running(tmp_path / "one"),
+    ):
+        pass
+
+
+def test_an_error_is_not_hidden_by_a_directory_that_was_deleted(tmp_path):
+    with pytest.raises(ZeroDivisionError), running(tmp_path / "one"):
+        shutil.rmtree(tmp_path / "one")
+        _ = 1 / 0
+
+
+def test_without_locks_a_run_goes_on_after_one_sentence(tmp_path, monkeypatch, caplog):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with running(tmp_path / "one"):
+        assert [record.getMessage() for record in caplog.records] == [
+            f"{tmp_path}/one/running can't be locked (Function not implemented): nobody will notice if a second "
+            "command trains in this directory"
+        ]

@@ -13,6 +13,7 @@ import torch
 from tests.processes import run_replicas
 
 from diloco.engine.parameters import gathered
+from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
 from diloco.training.config.config import DilocoConfig, TrainConfig
 from diloco.training.config.recipes import tiny
@@ -23,13 +24,19 @@ from diloco.training.step import inner_step
 from diloco.training.world import World, world_of
 
 M = 2
-SAVED, LAST = 15, 25
+SAVED, LAST = 9, 15
 
 
 def config_of(S: int, wire: str, combine: str, D: int = 1) -> TrainConfig:
-    diloco = DilocoConfig(sync_every=10, layers_per_fragment=2, overlap_steps=(2, 7), wire=wire, combine=combine)
+    diloco = DilocoConfig(sync_every=6, layers_per_fragment=1, overlap_steps=(1, 5), wire=wire, combine=combine)
     config = replace(
-        tiny(), shards_per_replica=S, ddp_per_replica=D, diloco=diloco, precision="fp32", num_tokens=LAST * 8 * 64
+        tiny(),
+        shards_per_replica=S,
+        ddp_per_replica=D,
+        model=DecoderConfig(num_layers=2, num_heads=2, width=32),
+        diloco=diloco,
+        precision="fp32",
+        num_tokens=LAST * 8 * 64,
     )
     return resolve(config, vocab_size=257, prepared=Path())
 
@@ -96,7 +103,7 @@ def resume(S: int, wire: str, combine: str, folder: Path, D: int = 1) -> tuple:
 def test_a_state_is_taken_up_on_any_number_of_shards(tmp_path, before, wire, combine):
     saved = run_replicas(save, M * before, before, wire, combine, tmp_path)
     assert saved[0][0] != saved[-1][0], "replicas that have drifted apart are not mixed"
-    assert saved[-1][0][1] == [[0, 1, 10], [1, 1, 13]], "fragments are in flight"
+    assert saved[-1][0][1] == [[0, 1, 6], [1, 1, 8]], "fragments are in flight"
     for after in (1, 2):
         resumed = run_replicas(resume, M * after, after, wire, combine, tmp_path)
         for rank, (loaded, losses, outer_hash) in enumerate(resumed):

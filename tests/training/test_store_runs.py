@@ -7,23 +7,15 @@ import pytest
 import torch
 from tests.rendezvous.handwritten import Handwritten
 
-from diloco.data.shards import read_index
 from diloco.errors import UserError
+from diloco.schema import flat
 from diloco.training.config.config import to_json
 from diloco.training.config.recipes import tiny
-from diloco.training.config.resolve import facts_with_rendezvous, resolve
+from diloco.training.config.resolve import DATA_DIGEST, facts_with_rendezvous, resolve, text_facts
 from diloco.training.records.export import export_run
 from diloco.training.records.finished import evaluate_run, run_parameters
 from diloco.training.records.runs import read_config
-from diloco.training.records.store_runs import DATA_DIGEST, config_of
-
-
-def dotted(values, where=""):
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from dotted(value, f"{where}{name}.")
-        else:
-            yield where + name, value
+from diloco.training.records.store_runs import config_of
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +23,8 @@ def run(finished_run, tmp_path_factory) -> Handwritten:
     """A run of the model of `finished_run`, on its text, whose Θ has moved twice."""
     config = read_config(finished_run)
     own = ("name", "runs", "data.", "recipe", "micro_batch")
-    facts = {name: value for name, value in dotted(to_json(config)) if not name.startswith(own)}
-    facts[DATA_DIGEST] = read_index(config.data.prepared).digest
+    facts = {name: value for name, value in flat(to_json(config)).items() if not name.startswith(own)}
+    facts[DATA_DIGEST] = text_facts(config.data.prepared).digest
     del facts["seed"]  # written with the facts of the codec
     model = config.model.build(seed=5)
     directory = tmp_path_factory.mktemp("store") / "elastic"

@@ -16,8 +16,7 @@ from diloco.cli._explain import hinted
 from diloco.cli._recipe import changed, named_recipe
 from diloco.errors import UserError
 from diloco.training.config.config import TrainConfig, differences, with_value
-from diloco.training.config.hugging_face import at_another_place, with_hugging_face
-from diloco.training.config.recipes import RECIPES, recipe
+from diloco.training.config.recipes import RECIPES, recipe, with_hugging_face, with_model_at
 from diloco.training.config.resolve import Budget, epochs, parse_tokens, read_config_file, resolved
 
 HELP = "train a language model: diloco train RECIPE [--field value …] [--config FILE] [--resume RUN] [--dry-run]"
@@ -66,7 +65,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
     hf, lora = words.get("model.hf"), words.get("model.lora")
     if resume is not None:
         config = _of_run(resume, named)
-        config = at_another_place(config, hf, lora=lora) if hf or lora else config
+        config = with_model_at(config, hf, lora=lora) if hf or lora else config
     elif file is not None and not asks_for_help(flags):
         config, of_file = read_config_file(file, named, rendezvous=words.get("rendezvous"))
         budget = budget or of_file

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from diloco.training.config.config import TrainConfig, fields_with, flat_json
+from diloco.training.config.config import TrainConfig, fields_with, hyperparameters, is_within
 
 Setting = str | int | float | bool
 _MOST = 4
@@ -17,7 +17,7 @@ def differing_settings(configs: Sequence[TrainConfig | None]) -> dict[str, list[
     A run without a config has not begun; its values are empty.
     """
     hidden = (*fields_with(TrainConfig, "incidental"), *_OF_A_PLACE)
-    flat = [{} if config is None else flat_json(config) for config in configs]
+    flat = [{} if config is None else hyperparameters(config) for config in configs]
     for one, config in zip(flat, configs, strict=True):
         if config is not None:
             one[_PREPARED] = "" if config.data.prepared is None else config.data.prepared.name
@@ -25,8 +25,7 @@ def differing_settings(configs: Sequence[TrainConfig | None]) -> dict[str, list[
     differing = {
         name: [one.get(name, "") for one in flat]
         for name in names
-        if len({one.get(name) for one in flat if one}) > 1
-        and not any(f"{name}.".startswith(f"{place}.") for place in hidden)
+        if len({one.get(name) for one in flat if one}) > 1 and not is_within(name, hidden)
     }
     if any(name.startswith("data.") and name != _PREPARED for name in differing):
         differing.pop(_PREPARED, None)

@@ -1,7 +1,6 @@
 """Data-Parallel, the baseline: the replicas average their gradients at every step, and so stay equal."""
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -48,8 +47,10 @@ def settle_buckets(forward: DistributedDataParallel, batch: tuple[int, int], *, 
     forward.zero_grad()
 
 
-class DataParallel(ABC):
+class DataParallel:
     """The synchronizer of replicas whose parameters are equal at every step; its subclasses average the gradients.
+
+    By itself, it is that of a replica alone, which has nothing to average.
 
     Args:
         model: the replica's copy, or this process's shards of it.
@@ -65,9 +66,9 @@ class DataParallel(ABC):
         self.num_steps = self.bytes_sent = self.bytes_received = 0
         self.blocked_seconds = 0.0
 
-    @abstractmethod
     def passes(self, is_last: bool) -> AbstractContextManager[None]:
         """The context of a forward and backward pass; gradients are averaged in the last one of a step."""
+        return nullcontext()
 
     def _now(self) -> float:
         if next(self._model.parameters()).is_cuda:
@@ -151,7 +152,8 @@ class ReplicatedDataParallel(DataParallel):
 class ShardedDataParallel(DataParallel):
     """Replicas of several processes each: FSDP2 averages the gradients inside a replica, this class between them.
 
-    A shard of a gradient is all-reduced with the same shard of the other replicas while the backward pass goes on.
+    A shard of a gradient is all-reduced with the same shard of the other replicas, of which there are some, while
+    the backward pass goes on.
 
     Args:
         model: sharded over the replica's processes.
@@ -163,9 +165,8 @@ class ShardedDataParallel(DataParallel):
         super().__init__(model, forward, dist.get_world_size(others))
         self._others, self._is_last = others, False
         self._in_flight: list[tuple[Tensor, dist.Work]] = []
-        if self._num_replicas > 1:
-            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
-                parameter.register_post_accumulate_grad_hook(self._start)
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+            parameter.register_post_accumulate_grad_hook(self._start)
 
     def _start(self, parameter: Tensor) -> None:
         assert parameter.grad is not None, "the hook is called after a gradient was added"
@@ -180,10 +181,10 @@ class ShardedDataParallel(DataParallel):
         """The context of a pass, as in the base class."""
         self._is_last = is_last
         yield
-        begin = self._now() if self._in_flight else 0.0
-        for gradient_N, work in self._in_flight:
-            work.wait()
-            gradient_N.div_(self._num_replicas)
         if self._in_flight:
+            begin = self._now()
+            for gradient_N, work in self._in_flight:
+                work.wait()
+                gradient_N.div_(self._num_replicas)
             self.blocked_seconds += self._now() - begin
             self._in_flight.clear()

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,11 +17,11 @@ from diloco.data.shards import TokenShards, open_split
 from diloco.errors import ExchangeError, TrainingError
 from diloco.exchange.transport import agree, fail_together
 from diloco.integrations.trackers import tracker
-from diloco.training.config.config import TrainConfig, flat_json
-from diloco.training.config.resolve import resolved, shared_facts
+from diloco.training.config.config import TrainConfig, hyperparameters
+from diloco.training.config.resolve import resolved, shared_facts, text_facts
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.records.metrics import MetricsLog, StepMetrics
-from diloco.training.records.runs import check_same_text, claim_together, continued, newest_common_step
+from diloco.training.records.runs import check_text, claim_together, continued, newest_common_step
 from diloco.training.records.summary import Outcome, conclude, evaluate, held_out_windows
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import BegunStep, begin_step, end_step
@@ -44,7 +44,7 @@ def lack_of_memory_explained(config: TrainConfig, world: World) -> Iterator[None
         raise TrainingError(
             f"replica {world.replica} has not enough memory on its {world.device.type}: take a smaller "
             f"micro_batch (now {config.micro_batch}) or evaluation.batch (now {config.evaluation.batch}), or more "
-            f"shards_per_replica (now {config.num_shards}), and start again, or resume {config.directory} "
+            f"shards_per_replica (now {config.shards_per_replica}), and start again, or resume {config.directory} "
             f"({(str(error) or 'MemoryError').splitlines()[0]})",
             *("micro_batch", "evaluation.batch", "shards_per_replica"),
         ) from error
@@ -88,29 +88,21 @@ def train(
         UserError: for settings that contradict each other, the data, or the other replicas' settings.
         ExchangeError: if other replicas are gone.
     """
-    with _set_up(asked, resume=resume) as run:
-        config = run.config
+    with _set_up(asked, resume=resume, on_step=on_step) as run:
+        evaluation, checkpoint = run.config.evaluation.every_steps, run.config.checkpoint.every_steps
         if on_start is not None:
             on_start(run.state.step, run.world.rendezvous)
-        since, begun = time.perf_counter(), deque[BegunStep]()
+        run.since = time.perf_counter()
         while not run.state.is_over:
             step = run.state.step + 1
-            begun.append(begin_step(run.state, run.batches.batch(step), config, run.world))
-            is_evaluated = _is_due(step, config.evaluation.every_steps)
-            every_steps = config.checkpoint.every_steps
-            is_saved = _is_due(step, every_steps) or bool(every_steps and run.state.is_over)
-            # A GPU has a step to do while the host reads of the one before, but where this step ends something.
-            steps_ahead = 0 if is_evaluated or is_saved or run.state.is_over else run.steps_ahead
-            while len(begun) > steps_ahead:
-                metrics = end_step(begun.popleft(), run.state, config, run.world, since=since)
-                since = time.perf_counter()
-                if is_evaluated and not begun:
-                    metrics = replace(metrics, eval_loss=run.held_out_loss())
-                    since = time.perf_counter()
-                if run.log is not None:
-                    run.log.write(metrics)
-                if on_step is not None:
-                    on_step(metrics)
+            is_evaluated, is_saved = _is_due(step, evaluation), _is_due(step, checkpoint)
+            if is_evaluated or is_saved:
+                run.end_steps(0)  # so that each of the two steps has its own time
+            run.begun.append(begin_step(run.state, run.batches.batch(step), run.config, run.world))
+            is_saved = is_saved or bool(checkpoint and run.state.is_over)
+            # Read the previous step's metrics while the GPU runs this one, except at a checkpoint or the end.
+            is_read_now = is_evaluated or is_saved or run.state.is_over
+            run.end_steps(0 if is_read_now else run.steps_ahead, is_evaluated=is_evaluated)
             if is_saved:
                 run.save()
         return run.conclude()
@@ -132,11 +124,30 @@ class _Run:
     checkpoints: Checkpoints
     log: MetricsLog | None
     """The replica's metrics, written by its first process."""
+    on_step: Callable[[StepMetrics], None] | None
+    """Called with the metrics of each step."""
+    begun: deque[BegunStep] = field(default_factory=deque)
+    """The steps that were begun and have not ended, in their order."""
+    since: float = 0.0
+    """`time.perf_counter()` when the last step had ended, with the evaluation after it."""
 
     @property
     def steps_ahead(self) -> int:
         """Steps that are begun before the host reads of an earlier one; a CPU has done a step that was begun."""
         return 0 if self.world.device.type == "cpu" else 1
+
+    def end_steps(self, num_left: int, *, is_evaluated: bool = False) -> None:
+        """Read and write down the steps that were begun, but for the last ones, and evaluate after the last."""
+        while len(self.begun) > num_left:
+            metrics = end_step(self.begun.popleft(), self.state, self.config, self.world, since=self.since)
+            self.since = time.perf_counter()
+            if is_evaluated and not self.begun:
+                metrics = replace(metrics, eval_loss=self.held_out_loss())
+                self.since = time.perf_counter()
+            if self.log is not None:
+                self.log.write(metrics)
+            if self.on_step is not None:
+                self.on_step(metrics)
 
     def held_out_loss(self) -> float:
         """Mean loss of the outer parameters on this replica's share of the held-out text, nats a token."""
@@ -164,7 +175,7 @@ class _Run:
 
 
 @contextmanager
-def _set_up(asked: TrainConfig, *, resume: bool) -> Iterator[_Run]:
+def _set_up(asked: TrainConfig, *, resume: bool, on_step: Callable[[StepMetrics], None] | None) -> Iterator[_Run]:
     """Join the other processes, open the text, and make the state or take it up again."""
     config = resolved(asked)
     with ExitStack() as stack:
@@ -181,7 +192,7 @@ def _set_up(asked: TrainConfig, *, resume: bool) -> Iterator[_Run]:
         )
         stack.enter_context(lost_processes_named(state))
         if resume:
-            check_same_text(config, field="data.prepared")
+            check_text(config, field="data.prepared")
             if step := newest_common_step(config, world, checkpoints):
                 state.load(checkpoints, step)
             checkpoints.drop_after(step)
@@ -191,12 +202,12 @@ def _set_up(asked: TrainConfig, *, resume: bool) -> Iterator[_Run]:
             log = _open_log(config, world, state)
             _serve_metrics(config, state, world.replica, stack)
         batches = open_batches(config, world, corpus, after_step=state.step)
-        yield _Run(config, world, batches, held_out, state, checkpoints, log)
+        yield _Run(config, world, batches, held_out, state, checkpoints, log, on_step)
 
 
 def _open_log(config: TrainConfig, world: World, state: TrainState) -> MetricsLog:
     """The file of a replica's metrics, and its trackers."""
-    run, hparams, directory = config.name, flat_json(config), config.directory
+    run, hparams, directory = config.name, hyperparameters(config), config.directory
     replica, after_step = world.replica, state.step
     # Where replicas come and go, the others may have trained since this one last read the log.
     tokens_before = state.standing.tokens if world.rendezvous is None else None
@@ -223,8 +234,7 @@ def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, TokenS
     assert config.data.prepared is not None, "the config is resolved"
     corpus, held_out = (open_split(config.data.prepared, split) for split in ("train", "held_out"))
     member = "replica" if world.num_ranks == 1 else "process"
-    text = {"digest of the data": corpus.digest, "tokens of training text": corpus.num_tokens}
-    agree(world.everyone, shared_facts(config) | text, member=member)
+    agree(world.everyone, shared_facts(config) | text_facts(config.data.prepared).shared, member=member)
     held_out_windows(held_out, config)  # too little text is refused now, not after the last step
     return corpus, held_out
 

@@ -25,11 +25,11 @@ from diloco.training.config.config import TrainConfig
 from diloco.training.config.engine_settings import check
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolve, resolved
-from diloco.training.hardware import use_autocast
+from diloco.training.data_parallel import DataParallel
 from diloco.training.loop import open_batches, open_split
-from diloco.training.optimizer import learning_rate
+from diloco.training.optimizer import adamw, learning_rate
 from diloco.training.prepare import prepare_run
-from diloco.training.state import initial_state
+from diloco.training.state import FixedProgress, TrainState, initial_state
 from diloco.training.step import inner_step
 from diloco.training.world import World, alone, join
 from diloco.wire import CODECS, Codec, codec
@@ -102,23 +102,16 @@ def flops_per_second(config: TrainConfig, *, num_cores: int) -> float:
 
     One process is measured, on one CPU thread; several are assumed not to slow each other down.
     """
+    model = replace(config.model, vocab_size=config.model.vocab_size or 257).build(seed=0)
+    config = replace(config, micro_batch=config.micro_batch or config.process_batch)
+    optimizer = adamw(model, replace(config.optimizer, weight_decay=0.0))
+    state = TrainState(model, model, optimizer, DataParallel(model, model, 1), FixedProgress(1, 1))
+    batch = np.zeros((config.process_batch, config.sequence_length + 1), dtype=np.int64)
     with torch_threads(1):
-        model = replace(config.model, vocab_size=config.model.vocab_size or 257).build(seed=0)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        tokens_BxT1 = torch.zeros(config.process_batch, config.sequence_length + 1, dtype=torch.int64)
-        autocast = use_autocast(config.precision, torch.device("cpu"))
-
-        def step() -> None:
-            for window_BxT1 in tokens_BxT1.split(config.micro_batch or config.process_batch):
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    logits_BxTxV = model(window_BxT1[:, :-1])
-                model.loss(logits_BxTxV, window_BxT1[:, 1:])[1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        seconds = shortest_seconds(step, torch.device("cpu"))
+        world = alone(config)
+        seconds = shortest_seconds(lambda: inner_step(state, batch, config, world, 0.0), world.device)
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    return num_cores * 6.0 * num_params * tokens_BxT1[:, 1:].numel() / seconds
+    return num_cores * 6.0 * num_params * batch[:, 1:].size / seconds
 
 
 def measure_link(

@@ -20,7 +20,7 @@ from diloco.training.config.engine_settings import check_sends, checked_settings
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import Budget, resolved, with_budget, with_method_values
 from diloco.training.processes import under_a_launcher
-from diloco.training.records.runs import check_data, check_unclaimed, resume_config
+from diloco.training.records.runs import check_text, check_unclaimed, resume_config
 from diloco.training.records.summary import held_out_windows
 
 
@@ -48,7 +48,7 @@ def prepare_run(
     if resume is not None:
         _check_device(asked)
         if budget is not None:
-            check_data(asked, field="data.prepared")
+            check_text(asked, field="data.prepared")
             asked = _with_budget(asked, budget)
         return resume_config(resume, asked)
     refuse_what_means_nothing(asked)

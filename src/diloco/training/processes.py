@@ -45,9 +45,9 @@ def slow_imports(config: "TrainConfig") -> tuple[str, ...]:
     modules = config.model.slow_imports
     if config.rendezvous is not None:
         modules = (*modules, "diloco.rendezvous.store_rendezvous")
-    if config.num_shards > 1:
+    if config.shards_per_replica > 1:
         return (*modules, "torch._dynamo", "torch.distributed.fsdp")
-    needs_dynamo = config.method == "data_parallel" or config.num_ddp > 1 or config.compile
+    needs_dynamo = config.method == "data_parallel" or config.ddp_per_replica > 1 or config.compile
     return (*modules, "torch._dynamo") if needs_dynamo else modules
 
 

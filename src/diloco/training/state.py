@@ -51,14 +51,16 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class FixedProgress:
-    """The progress of replicas that take the same steps, of B · sequence length tokens each."""
+    """The progress of replicas that take the same steps."""
 
-    config: TrainConfig
+    num_steps: int
+    """T."""
+    tokens_per_step: int
+    """B · sequence length."""
 
     def after(self, step: int) -> Standing:
         """The standing after step t; T is the last."""
-        per_step = self.config.tokens_per_step
-        return Standing(step * per_step, (step + 1) * per_step, step >= self.config.num_steps)
+        return Standing(step * self.tokens_per_step, (step + 1) * self.tokens_per_step, step >= self.num_steps)
 
 
 class ElasticProgress:
@@ -274,11 +276,10 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         _shard(model, world)
     optimizer = adamw(model, config.optimizer)
     forward: nn.Module = torch.compile(model) if config.compile else model  # pyright: ignore[reportAssignmentType]
+    fixed = FixedProgress(config.num_steps, config.tokens_per_step)
     if config.method == "data_parallel":
         baseline = _data_parallel(config, world, model, forward)
-        return TrainState(
-            model, baseline.forward, optimizer, baseline, FixedProgress(config), passes=baseline.passes
-        )
+        return TrainState(model, baseline.forward, optimizer, baseline, fixed, passes=baseline.passes)
     settings = engine_settings(config.diloco, model, seed=config.seed)
     exchange = world.exchange if world.rendezvous is None else None
     engine = StreamingDiLoCo(
@@ -292,8 +293,8 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         progress = ElasticProgress(config, engine, world)
         return TrainState(model, forward, optimizer, engine, progress)
     mean_loss = MeanLoss(world.exchange, max_overlap=settings.schedule.max_overlap)
-    state = TrainState(model, forward, optimizer, engine, FixedProgress(config), mean_loss=mean_loss)
-    if config.num_ddp > 1:
+    state = TrainState(model, forward, optimizer, engine, fixed, mean_loss=mean_loss)
+    if config.ddp_per_replica > 1:
         assert isinstance(world.group, TorchGroup), "a replica is several processes"
         state.forward = inside = data_parallel(forward, world.group.group)
         settle_buckets(inside, _batch_shape(config), autocast=world.autocast)
@@ -304,6 +305,8 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
 
 
 def _data_parallel(config: TrainConfig, world: World, model: LanguageModel, forward: nn.Module) -> DataParallel:
+    if world.num_replicas == 1:  # its shards, if it has several, are averaged by FSDP2
+        return DataParallel(model, forward, 1)
     if world.mesh is None:
         return ReplicatedDataParallel(model, forward, _batch_shape(config), autocast=world.autocast)
     return ShardedDataParallel(model, forward, world.mesh.get_group("replica"))

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from diloco.data.shards import read_index
 from diloco.errors import DilocoError, DisagreementError, ExchangeError, UserError, setting
 from diloco.exchange.group import TorchGroup
 from diloco.exchange.leader import LeaderExchange
@@ -32,9 +31,9 @@ from diloco.exchange.transport import (
     wait_for_all,
 )
 from diloco.training.config.config import TrainConfig
-from diloco.training.config.resolve import facts_with_rendezvous
+from diloco.training.config.resolve import facts_with_rendezvous, text_facts
 from diloco.training.hardware import chosen_device, use_autocast
-from diloco.training.processes import SIGNALS, STORE, on_signal
+from diloco.training.processes import SIGNALS, STORE, on_signal, under_a_launcher
 
 if TYPE_CHECKING:
     from diloco.rendezvous.store_rendezvous import StoreRendezvous
@@ -57,11 +56,7 @@ def meeting(config: TrainConfig) -> Iterator["StoreRendezvous"]:
     )
 
     assert config.rendezvous is not None and config.data.prepared is not None, "the config is resolved"
-    index, elastic = read_index(config.data.prepared), config.elastic
-    text = {
-        "digest of the data": index.digest,
-        "tokens of training text": sum(shard.num_tokens for shard in index.splits["train"]),
-    }
+    elastic = config.elastic
     with setting("rendezvous", config.rendezvous):
         rendezvous = StoreRendezvous(
             config.rendezvous,
@@ -75,7 +70,7 @@ def meeting(config: TrainConfig) -> Iterator["StoreRendezvous"]:
             num_slots=elastic.num_slots,
             max_local_steps=elastic.max_local_steps,
             timeout_seconds=config.timeout_seconds,
-            facts=facts_with_rendezvous(config) | text,
+            facts=facts_with_rendezvous(config) | text_facts(config.data.prepared).shared,
         )
     with on_signal(_stop):
         try:
@@ -301,56 +296,55 @@ def join(config: TrainConfig) -> Iterator[World]:
         DisagreementError: if the processes were started with other numbers of replicas, processes or connections.
         ExchangeError: if the other processes don't join in time, or can't be reached.
     """
-    if config.rendezvous is None:
-        with _joined(config) as world:
-            yield world
-        return
-    _check_shards(config)
-    device = chosen_device(config, int(os.environ.get("LOCAL_RANK", "0")))
-    one = nullcontext(replace(alone(config), device=device, autocast=use_autocast(config.precision, device)))
-    with _joined(config) if config.num_processes > 1 else one as world, meeting(config) as rendezvous:
+    rank, world_size, local_rank = _place()
+    if world_size != config.num_processes:
+        raise _wrong_number(config, world_size)
+    device = chosen_device(config, local_rank)
+    is_alone = world_size == 1
+    processes = nullcontext(alone(config, device)) if is_alone else _joined(config, device, rank, local_rank)
+    with processes as world, nullcontext() if config.rendezvous is None else meeting(config) as rendezvous:
         yield replace(world, rendezvous=rendezvous)
 
 
-def _check_shards(config: TrainConfig) -> None:
-    """Refuse a launcher's group of processes that is not one replica."""
-    if (world_size := os.environ.get("WORLD_SIZE", "1")) != str(config.num_processes):
-        raise UserError(
-            f"the launcher started {world_size} processes with rendezvous={config.rendezvous}, where they are the "
-            f"shards of one replica, and shards_per_replica={config.num_shards}: set it to {world_size}",
-            *("shards_per_replica", "rendezvous"),
-        )
-
-
-def _wrong_number(config: TrainConfig, world_size: int) -> UserError:
-    """The refusal of a launcher's number of processes, with the replicas that they would make."""
-    inside = {"shards_per_replica": config.num_shards, "ddp_per_replica": config.num_ddp}
-    others = "".join(f" with {name}={number}" for name, number in inside.items() if number > 1)
-    num_replicas, rest = divmod(world_size, config.processes_per_replica)
-    remedy = "" if rest or not num_replicas else f", or set num_replicas={num_replicas}"
-    return UserError(
-        f"the launcher started {world_size} process{'es' * (world_size != 1)}, and "
-        f"num_replicas={config.num_replicas}{others} needs {config.num_processes}: have it start "
-        f"{config.num_processes}{remedy}",
-        *("num_replicas", *inside),
-    )
-
-
-@contextmanager
-def _joined(config: TrainConfig) -> Iterator[World]:
-    """The world of several processes, or of one that a launcher started; it is left at the end."""
+def _place() -> tuple[int, int, int]:
+    """This process's number, how many there are, and its number on this machine, as a launcher has set them."""
+    if not under_a_launcher():
+        return 0, 1, 0
     try:
         rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     except KeyError as missing:
         raise UserError(f"RANK is set, and {missing} is not: unset RANK, or use torchrun") from None
     except ValueError as error:
         raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK must be numbers: {error}") from None
-    if world_size != config.num_processes:
-        raise _wrong_number(config, world_size)
-    device = chosen_device(config, local_rank)
+    return rank, world_size, local_rank
+
+
+def _wrong_number(config: TrainConfig, world_size: int) -> UserError:
+    """The refusal of a launcher's number of processes, with the replicas, or shards, that they would make."""
+    started = f"the launcher started {world_size} process{'es' * (world_size != 1)}"
+    if config.rendezvous is not None:
+        return UserError(
+            f"{started} with rendezvous={config.rendezvous}, where they are the shards of one replica, and "
+            f"shards_per_replica={config.shards_per_replica}: set it to {world_size}",
+            *("shards_per_replica", "rendezvous"),
+        )
+    inside = {"shards_per_replica": config.shards_per_replica, "ddp_per_replica": config.ddp_per_replica}
+    others = "".join(f" with {name}={number}" for name, number in inside.items() if number > 1)
+    num_replicas, rest = divmod(world_size, config.processes_per_replica)
+    remedy = "" if rest or not num_replicas else f", or set num_replicas={num_replicas}"
+    return UserError(
+        f"{started}, and num_replicas={config.num_replicas}{others} needs {config.num_processes}: have it start "
+        f"{config.num_processes}{remedy}",
+        *("num_replicas", *inside),
+    )
+
+
+@contextmanager
+def _joined(config: TrainConfig, device: torch.device, rank: int, local_rank: int) -> Iterator[World]:
+    """The world of several processes, which is left at the end."""
     if rank == 0 and STORE not in os.environ:
         _warn_of_open_ports()
-    timeout = timedelta(seconds=config.timeout_seconds)
+    timeout, world_size = timedelta(seconds=config.timeout_seconds), config.num_processes
     try:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         names, seconds = partial(_name_of, config), config.timeout_seconds
@@ -394,16 +388,17 @@ def _name_of(config: TrainConfig, rank: int) -> str:
 
 def _agree_on_groups(config: TrainConfig, world_size: int) -> None:
     """Compare the settings that decide which groups there are, before any is made."""
-    mine = torch.tensor([config.num_replicas, config.num_shards, config.num_ddp, config.num_connections])
+    names = ("num_replicas", "shards_per_replica", "ddp_per_replica", "num_connections")
+    mine = torch.tensor([getattr(config, name) for name in names])
     gathered = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(gathered, mine)
     everyones = [tuple(theirs.tolist()) for theirs in gathered]
     for rank, theirs in enumerate(everyones):
         if theirs != everyones[0]:
             raise DisagreementError(
-                "the processes disagree on (num_replicas, shards_per_replica, ddp_per_replica, num_connections): "
-                f"process 0 has {everyones[0]}, process {rank} has {theirs}; start them with the same settings",
-                *("num_replicas", "shards_per_replica", "ddp_per_replica", "num_connections"),
+                f"the processes disagree on ({', '.join(names)}): process 0 has {everyones[0]}, process {rank} "
+                f"has {theirs}; start them with the same settings",
+                *names,
             )
 
 
@@ -436,12 +431,12 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
         everyone = exchange(group([list(range(config.num_processes))]))
         # Longer than an exchange's own, so that its error, which names the replicas, comes first.
         own_device_group = group(ranks, backend=None, timeout=3 * timeout)
-    if config.num_shards > 1:
+    if config.shards_per_replica > 1:
         # Data-Parallel sums gradients where they are; the payloads of an engine travel on gloo.
         between = group(by_rank, backend=None) if config.method == "data_parallel" else same_rank
         groups, names = [between, own_device_group], ("replica", "shard")
         mesh = DeviceMesh.from_group(groups, device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)
-    elif config.num_ddp > 1 and num_replicas > 1:
+    elif config.ddp_per_replica > 1 and num_replicas > 1:
         others = _through_leaders(config, same_rank, group(ranks))
     others = others or exchange(same_rank, config.num_connections)
     return World(
@@ -470,16 +465,16 @@ def _through_leaders(config: TrainConfig, same_rank: dist.ProcessGroup, inside: 
     )
 
 
-def alone(config: TrainConfig) -> World:
-    """The world of one process on its CPU, without process groups."""
-    exchange, cpu = LoopbackExchange(), torch.device("cpu")
+def alone(config: TrainConfig, device: torch.device | None = None) -> World:
+    """The world of one process, on its CPU if no device is named, without process groups."""
+    exchange, device = LoopbackExchange(), device or torch.device("cpu")
     return World(
         exchange=exchange,
         everyone=exchange,
         mesh=None,
         group=OneProcess(),
         host_group=OneProcess(),
-        device=cpu,
+        device=device,
         is_first_on_machine=True,
-        autocast=use_autocast(config.precision, cpu),
+        autocast=use_autocast(config.precision, device),
     )

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -16,7 +16,7 @@ from diloco.models.families import DEFAULT_FAMILY, load_family
 from diloco.models.spec import ModelConfig
 from diloco.presets import DilocoSettings, Method
 from diloco.rendezvous.log.entries import MOST_SHARES
-from diloco.schema import converted
+from diloco.schema import converted, flat
 
 _Config = TypeVar("_Config")
 
@@ -119,16 +119,15 @@ def from_json(kind: type[_Config], values: Any, *, source: str = "config") -> _C
     return kind(**{f.name: getattr(config, f.name) for f in fields(kind)})  # pyright: ignore[reportArgumentType]
 
 
-def flat_json(config: Any, where: str = "") -> dict[str, str | int | float | bool]:
-    """The values of all fields by dotted name, as trackers keep hyperparameters: what is no number is text."""
-    flat: dict[str, str | int | float | bool] = {}
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if is_dataclass(value):
-            flat |= flat_json(value, f"{where}{f.name}.")
-        else:
-            flat[where + f.name] = value if isinstance(value, str | int | float) else str(value)
-    return flat
+def hyperparameters(config: Any) -> dict[str, str | int | float | bool]:
+    """The values of all fields by dotted name, as trackers keep them: what is no number is text."""
+    values = flat(to_json(config)).items()
+    return {name: value if isinstance(value, str | int | float) else str(value) for name, value in values}
+
+
+def is_within(name: str, names: Collection[str]) -> bool:
+    """True if a dotted name is one of some names, or that of a field in a section of theirs."""
+    return any(f"{name}.".startswith(f"{section}.") for section in names)
 
 
 def differences(one: Any, other: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
@@ -316,12 +315,12 @@ class TrainConfig:
     )
     """Sequences a step of this replica, all shards together, with a rendezvous; None is global_batch /
     num_replicas."""
-    shards_per_replica: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
+    shards_per_replica: int = field(default=1, metadata=trait(may_change_on_resume=True))
     """S, processes over which each replica is sharded (FSDP2), of M·S those in a row, with a rendezvous all that a
-    command starts; None is 1, on a resume the run's own."""
-    ddp_per_replica: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
+    command starts."""
+    ddp_per_replica: int = field(default=1, metadata=trait(may_change_on_resume=True))
     """Processes that share each replica's batch and hold all of its parameters (DistributedDataParallel inside the
-    replica), of M times as many those in a row; None is 1, on a resume the run's own."""
+    replica), of M times as many those in a row."""
     seed: int = field(default=0, metadata=trait(column=True))
     """Seed of the initial parameters and of the order of the data."""
     num_tokens: int = field(metadata=trait(column=True, begins_a_phase=True))
@@ -372,19 +371,17 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Refuse contradictions; the schedule, codec and fragments check their own."""
-        for name in ("num_replicas", "num_tokens", "global_batch", "sequence_length", "num_connections"):
+        counted = ("num_replicas", "shards_per_replica", "ddp_per_replica", "num_connections")
+        for name in (*counted, "num_tokens", "global_batch", "sequence_length"):
             if getattr(self, name) < 1:
                 raise out_of_range(name, "at least 1", getattr(self, name))
-        for name in ("shards_per_replica", "ddp_per_replica"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise out_of_range(name, "at least 1", getattr(self, name))
-        for name in ("num_replicas", "shards_per_replica", "ddp_per_replica", "num_connections"):
-            if (getattr(self, name) or 1) > _MOST_PROCESSES:
+        for name in counted:
+            if getattr(self, name) > _MOST_PROCESSES:
                 raise out_of_range(name, f"at most {_MOST_PROCESSES}", getattr(self, name))
-        if self.num_shards > 1 and self.num_ddp > 1:
+        if self.shards_per_replica > 1 and self.ddp_per_replica > 1:
             raise UserError(
-                f"shards_per_replica={self.num_shards} with ddp_per_replica={self.num_ddp}: a replica's processes "
-                "either hold shards or are equal; leave one of them out",
+                f"shards_per_replica={self.shards_per_replica} with ddp_per_replica={self.ddp_per_replica}: a "
+                "replica's processes either hold shards or are equal; leave one of them out",
                 *("shards_per_replica", "ddp_per_replica"),
             )
         if not 0 <= self.seed < 2**63:
@@ -405,19 +402,9 @@ class TrainConfig:
         return self.global_batch * self.sequence_length
 
     @property
-    def num_shards(self) -> int:
-        """S."""
-        return 1 if self.shards_per_replica is None else self.shards_per_replica
-
-    @property
-    def num_ddp(self) -> int:
-        """D."""
-        return 1 if self.ddp_per_replica is None else self.ddp_per_replica
-
-    @property
     def processes_per_replica(self) -> int:
         """S or D, of which one is 1."""
-        return self.num_shards * self.num_ddp
+        return self.shards_per_replica * self.ddp_per_replica
 
     @property
     def num_local_replicas(self) -> int:
@@ -496,10 +483,10 @@ def _check_data_parallel(config: TrainConfig) -> None:
             "to DistributedDataParallel: leave it out",
             "num_connections",
         )
-    if config.num_ddp > 1:
+    if config.ddp_per_replica > 1:
         raise UserError(
-            f"ddp_per_replica={config.num_ddp} with method=data_parallel, whose replicas are equal processes "
-            "already: raise num_replicas instead",
+            f"ddp_per_replica={config.ddp_per_replica} with method=data_parallel, whose replicas are equal "
+            "processes already: raise num_replicas instead",
             *("ddp_per_replica", "method", "num_replicas"),
         )
 
@@ -519,7 +506,7 @@ def _check_rendezvous(config: TrainConfig) -> None:
     diloco = config.diloco
     refused = {
         "method": (config.method == "data_parallel", "it needs every replica at every step: take another"),
-        "ddp_per_replica": (config.num_ddp > 1, "take shards_per_replica for the processes of a replica"),
+        "ddp_per_replica": (config.ddp_per_replica > 1, "take shards_per_replica for the processes of a replica"),
         "num_connections": (config.num_connections > 1, "replicas exchange through the store: leave it out"),
         "diloco.overlap_steps": (isinstance(diloco.overlap_steps, tuple), "give each replica its own number"),
         "diloco.freeze": (diloco.freeze, "the order of the sends is not known before: leave it out"),
@@ -540,16 +527,16 @@ def _check_batch(config: TrainConfig) -> None:
     if config.replica_batch is None and config.global_batch % num_processes:
         divisor = f"num_replicas={config.num_replicas}"
         for name in ("shards_per_replica", "ddp_per_replica"):
-            divisor += f" · {name}={getattr(config, name)}" if (getattr(config, name) or 1) > 1 else ""
+            divisor += f" · {name}={getattr(config, name)}" if getattr(config, name) > 1 else ""
         raise UserError(
             f"global_batch={config.global_batch} must be a multiple of {divisor}: "
             "each process takes an equal share",
             *("global_batch", "num_replicas", "shards_per_replica", "ddp_per_replica"),
         )
-    if config.replica_batch is not None and config.replica_batch % config.num_shards:
+    if config.replica_batch is not None and config.replica_batch % config.shards_per_replica:
         raise UserError(
-            f"replica_batch={config.replica_batch} must be a multiple of shards_per_replica={config.num_shards}: "
-            "each process takes an equal share",
+            f"replica_batch={config.replica_batch} must be a multiple of shards_per_replica="
+            f"{config.shards_per_replica}: each process takes an equal share",
             *("replica_batch", "shards_per_replica"),
         )
     if config.micro_batch is not None and (config.micro_batch < 1 or config.process_batch % config.micro_batch):

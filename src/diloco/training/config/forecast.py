@@ -27,7 +27,7 @@ def device_bytes(config: TrainConfig) -> int:
         config: with its model's vocabulary; a decoder of `diloco.models`, or one with blocks like its.
     """
     config = with_method_values(config)
-    num_params, num_shards = config.model.num_matrix_params, config.num_shards
+    num_params, num_shards = config.model.num_matrix_params, config.shards_per_replica
     state = 12 * num_params / num_shards
     if config.method != "data_parallel":
         state += 8 * (_largest_fragment(config) if config.diloco.offload else num_params) / num_shards
@@ -40,7 +40,7 @@ def _pass_bytes(config: TrainConfig) -> float:
     """4N/S gradients, activations, logits, and what is gathered of the shards."""
     model, is_half = config.model, config.precision != "fp32"
     num_tokens = (config.micro_batch or config.process_batch) * config.sequence_length
-    gradients = 4 * model.num_matrix_params / config.num_shards
+    gradients = 4 * model.num_matrix_params / config.shards_per_replica
     # Autocast keeps a bfloat16 copy of each weight for the backward pass, of gathered weights, too.
     copies = 2 * model.num_matrix_params if is_half else 0
     # The logits and their gradient; the loss has a few rows of them at a time in FP32.
@@ -64,7 +64,7 @@ def activation_bytes(config: TrainConfig) -> float:
 
 def _gathered_bytes(config: TrainConfig) -> float:
     """FSDP2 gathers one block while another computes, and has the gradients of two: all in FP32; and the rest."""
-    if config.num_shards == 1:
+    if config.shards_per_replica == 1:
         return 0.0
     model = config.model
     rest = model.vocab_size * model.width
@@ -82,7 +82,7 @@ def _sync_bytes(config: TrainConfig) -> float:
     """2.5 FP32 vectors of the largest fragment (docs/results/speed.md, Memory), and a payload of every replica."""
     if config.method == "data_parallel":
         return 0.0
-    num_params = _largest_fragment(config) / config.num_shards
+    num_params = _largest_fragment(config) / config.shards_per_replica
     assert config.diloco.wire is not None, "the method's values are filled in"
     payload = parse(config.diloco.wire).payload_bytes(round(num_params))
     return 10 * num_params + config.num_replicas * payload
@@ -121,7 +121,7 @@ def _trials(config: TrainConfig) -> Iterator[TrainConfig]:
     num_shards = 1
     while config.global_batch % (config.num_replicas * num_shards) == 0:
         share = config.global_batch // (config.num_replicas * num_shards)
-        sharded = replace(config, micro_batch=None, shards_per_replica=num_shards if num_shards > 1 else None)
+        sharded = replace(config, micro_batch=None, shards_per_replica=num_shards)
         yield sharded
         for micro_batch in (size for size in range(share - 1, 0, -1) if share % size == 0):
             yield replace(sharded, micro_batch=micro_batch)
@@ -178,7 +178,7 @@ def forecast(config: TrainConfig) -> Forecast:
     return Forecast(
         num_params=num_params,
         num_trained_params=num_trained,
-        state_bytes=_FP32_BYTES * (num_params + (num_copies - 1) * num_trained) // config.num_shards,
+        state_bytes=_FP32_BYTES * (num_params + (num_copies - 1) * num_trained) // config.shards_per_replica,
         logits_bytes=2 * logit_bytes(config) * num_logits,
         schedule=schedule,
         sync_bytes=sync_bytes,

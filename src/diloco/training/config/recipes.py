@@ -1,10 +1,17 @@
-"""Recipes: functions that return a config. A variant calls one and changes the fields that differ."""
+"""Recipes: functions that return a config. A variant calls one and changes the fields that differ.
+
+The model of any of them may be another: a causal language model of `transformers`, with its own tokenizer.
+"""
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from diloco.data.tokenizers import FILES
+from diloco.errors import UserError
+from diloco.files import expanded
 from diloco.models.decoder_config import LADDER, SEQUENCE_LENGTH, DecoderConfig, ladder
+from diloco.models.hugging_face_config import HuggingFaceConfig, hugging_face_model
 from diloco.training.config.config import AdamWConfig, CheckpointConfig, DilocoConfig, TrainConfig
 
 
@@ -78,3 +85,36 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {"laptop": laptop, "tiny": tiny}
 def recipe(name: str) -> TrainConfig:
     """The config of a recipe, with the recipe's name in it."""
     return replace(RECIPES[name](), recipe=name)
+
+
+def with_hugging_face(config: TrainConfig, name: str | None, *, lora: str | None = None) -> TrainConfig:
+    """The config of a new run with another model, and the model's own tokenizer, if it has one.
+
+    Args:
+        config: a recipe's.
+        name: of the model, as `hugging_face_model` takes it; None leaves the config's.
+        lora: the adapters to train; None leaves the config's.
+
+    Raises:
+        UserError: as `hugging_face_model`, or for adapters of our own models.
+    """
+    config = with_model_at(config, name, lora=lora)
+    if name is None:
+        return config
+    path = expanded(name)
+    if path.exists() and not any((path / file).is_file() for file in FILES):
+        return config
+    return replace(config, data=replace(config.data, tokenizer=str(path.absolute()) if path.exists() else name))
+
+
+def with_model_at(config: TrainConfig, name: str | None, *, lora: str | None = None) -> TrainConfig:
+    """The config with another model, or the same at another place; arguments and errors as `with_hugging_face`."""
+    own = config.model if isinstance(config.model, HuggingFaceConfig) else None
+    lora = lora if lora is not None or own is None else own.lora
+    if name is not None:
+        return replace(config, model=hugging_face_model(name, lora=lora))
+    if own is None:
+        raise UserError(
+            f"model.lora={lora} adapts a model of transformers: name one by model.hf", "model.lora", "model.hf"
+        )
+    return replace(config, model=replace(own, lora=lora))

@@ -4,27 +4,29 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from diloco.data.shards import INDEX_FILE, read_index
+import msgspec
+
+from diloco.data.shards import INDEX_FILE, MOST_TOKENS, read_index, total
 from diloco.errors import FileError, UserError, nearest
 from diloco.files import expanded, memory_bytes
 from diloco.models.spec import ModelConfig
 from diloco.presets import own_settings
-from diloco.schema import read_bytes
+from diloco.schema import Count, flat, read_bytes
 from diloco.training.config.config import (
     AdamWConfig,
     TrainConfig,
     differences_from_defaults,
     fields_with,
     from_json,
+    is_within,
     to_json,
 )
-from diloco.training.config.hugging_face import with_hugging_face
-from diloco.training.config.recipes import RECIPES, recipe
+from diloco.training.config.recipes import RECIPES, recipe, with_hugging_face
 
 
 def check_sizes(config: TrainConfig, *, here: bool) -> None:
@@ -220,7 +222,6 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
             config.checkpoint,
             keep=config.default_keep if config.checkpoint.keep is None else config.checkpoint.keep,
         ),
-        shards_per_replica=config.num_shards,
         micro_batch=config.micro_batch or config.process_batch,
         optimizer=replace(
             optimizer,
@@ -240,7 +241,39 @@ def resolved(asked: TrainConfig) -> TrainConfig:
     """
     prepared = asked.data.prepared
     assert prepared is not None, "the text is prepared"
-    return resolve(asked, vocab_size=read_index(prepared).vocab_size, prepared=prepared)
+    return resolve(asked, vocab_size=text_facts(prepared).vocab_size, prepared=prepared)
+
+
+@dataclass(frozen=True)
+class TextFacts:
+    """The facts of a prepared text that identify it, and from which a config follows."""
+
+    digest: str
+    """`Index.digest`."""
+    num_tokens: Count
+    """Tokens of the training text."""
+    vocab_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+    """Number of tokens in its tokenizer's vocabulary."""
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The facts that all replicas of a run must share."""
+        return {DATA_DIGEST: self.digest, "tokens of training text": self.num_tokens}
+
+
+DATA_DIGEST = "digest of the data"
+"""The shared fact that names a run's text."""
+
+
+def text_facts(prepared: Path) -> TextFacts:
+    """The facts of the text in a directory.
+
+    Raises:
+        UserError: if there is none.
+        FileError: if its index can't be read.
+    """
+    index = read_index(prepared)
+    return TextFacts(index.digest, total(index.splits["train"]).num_tokens, index.vocab_size)
 
 
 def _steps_left(config: TrainConfig) -> int:
@@ -295,8 +328,7 @@ def identity(config: TrainConfig) -> dict[str, Any]:
 
 def shared_facts(config: TrainConfig) -> dict[str, Any]:
     """The settings that all replicas of a run must share, by dotted name, as JSON; text is known by its digest."""
-    own = fields_with(TrainConfig, "own_to_a_replica")
-    return dict(_flat(to_json(config), without=own))
+    return _facts(config, without=fields_with(TrainConfig, "own_to_a_replica"))
 
 
 def facts_with_rendezvous(config: TrainConfig) -> dict[str, Any]:
@@ -307,17 +339,11 @@ def facts_with_rendezvous(config: TrainConfig) -> dict[str, Any]:
         for name in fields_with(TrainConfig, kind)
     }
     own -= {f"model.{name}" for name in config.model.replayed_fields}
-    return dict(_flat(to_json(config), without=own))
+    return _facts(config, without=own)
 
 
-def _flat(values: Mapping[str, Any], *, without: Collection[str], where: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if where + name in without:
-            continue
-        if isinstance(value, dict):
-            yield from _flat(value, without=without, where=f"{where}{name}.")
-        else:
-            yield where + name, value
+def _facts(config: TrainConfig, *, without: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in flat(to_json(config)).items() if not is_within(name, without)}
 
 
 _MOST_BYTES = 1 << 20
@@ -399,7 +425,7 @@ def _merged(
     """A config's values with changes, section by section."""
     if where == "model." and "family" in changes:
         return dict(changes)  # a model of another family has other fields
-    names = names or [*_dotted(base)]
+    names = names or [*flat(base)]
     for name, value in changes.items():
         if name not in base:
             elsewhere = " or ".join(one for one in names if one.rpartition(".")[2] == name)
@@ -413,15 +439,6 @@ def _merged(
         else changes.get(name, value)
         for name, value in base.items()
     }
-
-
-def _dotted(values: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    """The dotted names of all fields of a config's values."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{where}{name}.")
-        else:
-            yield where + name
 
 
 def _anew(config: TrainConfig) -> TrainConfig:

@@ -27,7 +27,7 @@ from diloco.engine.parameters import copied_to_cpu, is_sharded, local
 from diloco.errors import CheckpointError, CheckpointWriteError, FileError
 from diloco.exchange.transport import Group
 from diloco.files import make_directory, sha256, sync, write_atomically, writing
-from diloco.schema import Count, decoded, read_json
+from diloco.schema import Count, decoded, flat, read_json
 
 FACTS_FILE = "facts.json"
 
@@ -71,16 +71,6 @@ def remove(path: Path) -> None:
     """Remove a checkpoint, its checksums first."""
     checksum_path(path).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
-
-
-def flat(tensors: Mapping[str, Any], where: str = "") -> dict[str, Tensor]:
-    """Tensors that are nested by name, by their dotted names."""
-    named: dict[str, Tensor] = {}
-    for name, value in tensors.items():
-        part = flat(value, f"{where}{name}.") if isinstance(value, Mapping) else {where + name: value}
-        assert not named.keys() & part.keys(), f"two tensors have the name {where}{name}"
-        named |= part
-    return named
 
 
 def cut_of(tensor: Tensor) -> Cut | None:
@@ -233,11 +223,6 @@ def read_checksums(path: Path) -> dict[str, str]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"the checksums of checkpoint {path} can't be read: {error}") from error
     listed = [line.split(f"  {path.name}/", 1) for line in lines]
-    if any(name[-1] in (".metadata", "__0_0.distcp") for name in listed):
-        raise CheckpointError(
-            f"checkpoint {path} was written by an earlier version of diloco, with a pickle that could run code: "
-            "finish its run with that version, or start it again"
-        )
     names = [name[-1] for name in listed]
     wanted = [FACTS_FILE, *(shard_file(shard) for shard in range(len(names) - 1))]
     if len(names) < 2 or names != wanted or not all(re.fullmatch("[0-9a-f]{64}", name[0]) for name in listed):

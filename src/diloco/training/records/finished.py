@@ -21,7 +21,7 @@ from diloco.rendezvous.log.log import is_store
 from diloco.training.config.config import Parameters, TrainConfig
 from diloco.training.config.resolve import check_sizes
 from diloco.training.records.checkpoints import finished_steps, read, read_files
-from diloco.training.records.runs import check_data, check_same_text, read_config
+from diloco.training.records.runs import check_text, read_config
 from diloco.training.records.store_runs import store_config, store_parameters
 from diloco.training.records.summary import OUTER_FILE, held_out_batches, held_out_windows
 
@@ -139,8 +139,7 @@ def finished_config(source: Path | str, prepared: Path | None) -> TrainConfig:
     config = read_config(Path(source))
     if prepared is not None:
         config = replace(config, data=replace(config.data, prepared=prepared))
-    check_data(config, field="prepared")
-    check_same_text(config, field="prepared")
+    check_text(config, field="prepared")
     return config
 
 

@@ -8,21 +8,19 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Any
 
-import msgspec
-
-from diloco.data.shards import INDEX_FILE, MOST_TOKENS, Shard, Split
+from diloco.data.shards import INDEX_FILE
 from diloco.errors import FileError, UserError
 from diloco.exchange.transport import barrier, fail_together, share
-from diloco.files import make_directory, write_atomically, write_json, writing
-from diloco.schema import converted, read_json
+from diloco.files import make_directory, write_json, writing
+from diloco.schema import read_json
 from diloco.training.config.config import TrainConfig, differences, fields_with, from_json, to_json, with_value
-from diloco.training.config.resolve import resolve, resolved
+from diloco.training.config.resolve import TextFacts, resolve, resolved, text_facts
 from diloco.training.optimizer import learning_rate
 from diloco.training.processes import under_a_launcher
 from diloco.training.records.checkpoints import Checkpoints, finished_steps
@@ -75,7 +73,7 @@ def own_run(asked: TrainConfig) -> Path | None:
 
 
 def claim(asked: TrainConfig) -> None:
-    """Make the directory of a new run, with its config as asked and the index of its data.
+    """Make the directory of a new run, with its config as asked and the facts of its text.
 
     Raises:
         UserError: if it already holds a run.
@@ -84,7 +82,7 @@ def claim(asked: TrainConfig) -> None:
     check_unclaimed(asked)
     make_directory(directory)
     assert asked.data.prepared is not None, "the text is prepared"
-    write_atomically(directory / DATA_FILE, [(asked.data.prepared / INDEX_FILE).read_bytes()])
+    write_json(directory / DATA_FILE, asdict(text_facts(asked.data.prepared)))
     write_json(directory / CONFIG_FILE, to_json(asked))
 
 
@@ -115,11 +113,11 @@ def read_config(directory: Path) -> TrainConfig:
 
     Raises:
         UserError: if the directory holds no run.
-        FileError: if its config, or the index of its data, can't be read, or is of another version.
+        FileError: if its config, or the facts of its text, can't be read, or is of another version.
     """
     asked = read_asked(directory)
     assert asked.data.prepared is not None, "it was read so"
-    vocab_size = _read_started(directory).vocab_size
+    vocab_size = _text_at_start(directory).vocab_size
     try:
         return resolve(asked, vocab_size=vocab_size, prepared=asked.data.prepared)
     except UserError as error:
@@ -150,15 +148,16 @@ def _runs_near(directory: Path) -> str:
     return f"; did you mean {names[matches[0]]}?" if matches else ""
 
 
-def check_data(config: TrainConfig, *, field: str) -> None:
-    """Refuse a run whose data is gone.
+def check_text(config: TrainConfig, *, field: str) -> None:
+    """Refuse a run whose text is gone, and other text than it was started on.
 
     Args:
         config: of the run.
-        field: the setting that names another place.
+        field: the setting that names the text's directory.
 
     Raises:
-        UserError: if it is gone.
+        UserError: if it is gone, or the facts of the text differ.
+        FileError: if the text's index can't be read.
     """
     assert config.data.prepared is not None, "a run's config is resolved"
     if not (config.data.prepared / INDEX_FILE).exists():
@@ -166,23 +165,8 @@ def check_data(config: TrainConfig, *, field: str) -> None:
             f"the data of run {config.name} is no longer in {config.data.prepared}: name its directory by {field}",
             field,
         )
-
-
-def check_same_text(config: TrainConfig, *, field: str) -> None:
-    """Refuse other text than a run was started on.
-
-    Args:
-        config: of the run.
-        field: the setting that names the text's directory.
-
-    Raises:
-        UserError: if the digests, or the numbers of tokens, differ.
-        FileError: if the text's index can't be read.
-    """
-    assert config.data.prepared is not None, "a run's config is resolved"
-    started = _read_started(config.directory)
-    here = _read_text(config.data.prepared / INDEX_FILE)
-    if (here.digest, here.num_tokens) != (started.digest, started.num_tokens):
+    started, here = _text_at_start(config.directory), text_facts(config.data.prepared)
+    if here != started:
         raise UserError(
             f"the run was started on data with digest {started.digest} and {started.num_tokens:,} tokens of "
             f"training text, and {config.data.prepared} has {here.digest} and {here.num_tokens:,}: name the "
@@ -191,36 +175,12 @@ def check_same_text(config: TrainConfig, *, field: str) -> None:
         )
 
 
-def _read_started(directory: Path) -> "_Text":
+def _text_at_start(directory: Path) -> TextFacts:
     """The text that a run was started on."""
     try:
-        return _read_text(directory / DATA_FILE)
+        return read_json(directory / DATA_FILE, TextFacts, most_bytes=_MOST_BYTES)
     except FileError as error:
         raise FileError(f"{error}: restore it from another machine, or start over") from None
-
-
-def _read_text(path: Path) -> "_Text":
-    index = read_json(path, dict[str, Any])
-    return converted({f.name: index.get(f.name) for f in fields(_Text)}, _Text, source=str(path))
-
-
-@dataclass(frozen=True)
-class _Text:
-    """The facts of a prepared directory's index that identify its text, and that a config follows from."""
-
-    digest: str
-    vocab_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
-    splits: dict[Split, tuple[Shard, ...]]
-
-    def __post_init__(self) -> None:
-        """Refuse an index without text to train on."""
-        if "train" not in self.splits:
-            raise UserError("it lacks the split train")
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the training text."""
-        return sum(shard.num_tokens for shard in self.splits["train"])
 
 
 def resumable(directory: Path) -> TrainConfig:
@@ -274,7 +234,7 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
     now = resolve(asked, vocab_size=saved.model.vocab_size, prepared=asked.data.prepared)
     for name, (old, value) in differences(saved, now).items():
         _check_change(directory, asked, name, old, value)
-    check_data(asked, field="data.prepared")
+    check_text(asked, field="data.prepared")
     return asked
 
 

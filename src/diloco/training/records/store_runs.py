@@ -8,18 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from diloco.data.shards import read_index
 from diloco.errors import FileError, UserError
 from diloco.models.language_model import LanguageModel
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.log.log import first_entry, open_run
 from diloco.rendezvous.replay import INITIAL, replayed
 from diloco.training.config.config import TrainConfig, from_json
-from diloco.training.config.resolve import check_model, check_sizes
-
-DATA_DIGEST = "digest of the data"
-"""The fact that names the run's text."""
-
+from diloco.training.config.resolve import DATA_DIGEST, check_model, check_sizes, text_facts
 
 _FIELDS = {field.name for field in fields(TrainConfig)}
 
@@ -40,7 +35,7 @@ def store_config(url: str, prepared: Path | None) -> TrainConfig:
     config = _known(url, config_of(facts))
     if prepared is None:
         raise UserError(f"{url} does not hold the run's text: set prepared to its directory here", "prepared")
-    digest, own = facts.get(DATA_DIGEST), read_index(prepared).digest
+    digest, own = facts.get(DATA_DIGEST), text_facts(prepared).digest
     if digest != own:
         raise UserError(
             f"prepared={prepared} holds another text than the run's, {own:.16} and not {digest}", "prepared"

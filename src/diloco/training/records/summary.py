@@ -206,8 +206,8 @@ def _summary(
     return {
         "method": config.method,
         "num_replicas": num_replicas,
-        "shards_per_replica": config.num_shards,
-        "ddp_per_replica": config.num_ddp,
+        "shards_per_replica": config.shards_per_replica,
+        "ddp_per_replica": config.ddp_per_replica,
         "num_params": num_params,
         "num_trained_params": num_trained,
         "num_tokens": num_tokens,
