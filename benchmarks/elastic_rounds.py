@@ -18,17 +18,17 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from elastic_study.replica import Server, network, running_seaweedfs
+from elastic_study.rounds_replica import live
 
 from diloco.rendezvous.prices import PROVIDERS, Traffic
 from diloco.wire import codec
@@ -132,31 +132,17 @@ def _times(server: Server, mbit_s: float, latency_ms: float, arguments: argparse
 
 
 def _replicas(
-    settings: Row, step_seconds: float, num_periods: int, environments: Sequence[dict[str, str] | None]
+    settings: Row, step_seconds: float, num_periods: int, environments: Sequence[dict[str, str]]
 ) -> list[Row]:
     """The answers of replicas that live in processes of their own."""
-    script = Path(__file__).parent / "elastic_study" / "rounds_replica.py"
-    plans = [
-        {"settings": settings | {"name": f"r{m}"}, "step_seconds": step_seconds, "num_periods": num_periods}
-        for m in range(len(environments))
-    ]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, json.dumps(plan)],
-            env=os.environ | (environment or {}),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for plan, environment in zip(plans, environments, strict=True)
-    ]
-    try:
-        texts = [process.communicate()[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert not any(process.returncode for process in processes), "a replica has failed"
-    return [json.loads(text) for text in texts]
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["diloco.engine.streaming", "diloco.rendezvous.store_rendezvous"])
+    with ProcessPoolExecutor(len(environments), mp_context=context) as processes:
+        answers = [
+            processes.submit(live, settings | {"name": f"r{m}"}, step_seconds, num_periods, variables)
+            for m, variables in enumerate(environments)
+        ]
+        return [answer.result() for answer in answers]
 
 
 def _delays(answers: Sequence[Row]) -> tuple[list[float], list[float], list[int]]:
@@ -199,7 +185,7 @@ def measure_bill(arguments: argparse.Namespace) -> None:
                 "num_replicas": num_replicas,
                 "poll_seconds": POLL_SECONDS * scale,
             }
-            answers = _replicas(settings, scale, arguments.periods, [None] * num_replicas)
+            answers = _replicas(settings, scale, arguments.periods, [{}] * num_replicas)
         file.write_text(json.dumps(_a_round(answers)))
     used = json.loads(file.read_text())
     payload_bytes = codec(WIRE).payload_bytes(10**9 // num_fragments)

@@ -1,26 +1,26 @@
-"""One replica of `elastic_rounds.py`, in a process of its own: it sleeps in the place of inner steps.
+"""One replica of `elastic_rounds.py`, in a process of its own: it sleeps in the place of inner steps."""
 
-Its argument is a JSON object; it prints one: its sends and decisions with their times, which all processes of a
-machine share, and what it asked of the store between its first and its last whole period of H steps.
-"""
-
-import json
-import sys
+import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from replica import Replica
+
+from elastic_study.replica import Replica
 
 
-def main() -> None:
+def live(
+    settings: dict[str, Any], step_seconds: float, num_periods: int, variables: Mapping[str, str]
+) -> dict[str, Any]:
+    """Take H inner steps more often than `num_periods`, and leave.
+
+    Returns:
+        its sends and decisions with their times, which all processes of a machine share, and what it asked of the
+        store between its first and its last whole period of H steps.
+    """
     torch.set_num_threads(1)
-    plan = json.loads(sys.argv[1])
-    print(json.dumps(live(plan["settings"], plan["step_seconds"], plan["num_periods"])))
-
-
-def live(settings: dict[str, Any], step_seconds: float, num_periods: int) -> dict[str, Any]:
-    """Take H inner steps more often than `num_periods`, and leave."""
+    os.environ.update(variables)
     replica = Replica(**settings)
     sync_every = settings["sync_every"]
     before, next_at = usage(replica), time.monotonic()
@@ -51,7 +51,3 @@ def usage(replica: Replica) -> dict[str, float]:
         "outer_steps": replica.exchange.state.num_outer,
         "seconds": time.monotonic(),
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -39,8 +39,7 @@ Work = Callable[[Place, diloco.ProcessGroupExchange, bool], Row]
 def _run(place: Place, work: Work, backend: str, is_pinned: bool) -> Row:
     """The row of replica 0; on one GPU both use it."""
     store = place.folder / f"store-{time.time_ns()}"
-    # CUDA does not survive a fork.
-    context = multiprocessing.get_context("fork") if place.dry else multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(place.size("spawn", "fork"))  # CUDA does not survive a fork
     answers = context.SimpleQueue()
     arguments = [(replica, str(store), backend, place, work, is_pinned, answers) for replica in (0, 1)]
     processes = [context.Process(target=_replica, args=each, daemon=True) for each in arguments]

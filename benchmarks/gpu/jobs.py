@@ -15,6 +15,7 @@ from gpu.place import Measurements, OutOfTimeError, Place, Row, killed
 SNIPPETS = Path(__file__).parents[2] / "docs" / "snippets"
 _CPU_ONLY = re.compile(r"use_cpu=True,|cpu=True, |accelerator=\"cpu\",")
 _SECONDS = 150.0
+_SHORT = ["--num-tokens", "10240"]
 _DEVICES = {
     "transformers_trainer": "model.device",
     "accelerate_loop": "accelerator.device",
@@ -36,7 +37,7 @@ def measurements(place: Place) -> Measurements:
 
 def _train(place: Place) -> Row:
     """Two replicas of the recipe tiny, which share a GPU, and the held-out loss of their Θ."""
-    row = _ended(place, _diloco(place, "train", *_recipe(place, "whole")))
+    row = _ended(place, _diloco(place, "train", *_recipe(place, "whole"), *place.size([], _SHORT)))
     return _ended(place, _diloco(place, "eval", str(place.folder / "whole"))) if row["ok"] else row
 
 
@@ -58,7 +59,8 @@ def _store(place: Place) -> Row:
     store = place.folder / "store"
     shutil.rmtree(store, ignore_errors=True)
     jobs = [
-        _diloco(place, "train", *_recipe(place, name, "--rendezvous", str(store))) for name in ("first", "second")
+        _diloco(place, "train", *_recipe(place, name, "--rendezvous", str(store)), *place.size([], _SHORT))
+        for name in ("first", "second")
     ]
     return _ended(place, *jobs)
 

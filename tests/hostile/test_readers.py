@@ -59,7 +59,7 @@ def add_results(run: Path) -> None:
     """The files of a grid beside those of the run."""
     summary = json.loads((run / "summary.json").read_text())
     outer_steps = [line["outer_steps"][0] for line in lines(run) if "outer_steps" in line][:2]
-    evaluated = {"outer": {"eval_loss": 2.0, "tasks": {"one": {"acc": 0.5}}}}
+    evaluated = {"outer at step 9": {"eval_loss": 2.0}, "outer, one": {"acc": 0.5}}
     result = {"summary": summary, "evaluated": evaluated, "outer_steps": outer_steps}
     (run / "result.json").write_text(json.dumps(result))
     (run / "table.csv").write_text("kind,run,eval_loss\none,run-1,2.5\ntwo,run-2,3\n")

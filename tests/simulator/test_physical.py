@@ -141,7 +141,7 @@ def test_the_steady_state_is_exact_when_latency_rules(
     gbit_s = [0.3, 1.0, 30.0, 1000.0]
     cycle = sync_every * (overlap + 1)
     run = PhysicalRun(model, gbit_s)
-    run.advance(np.full((24 * cycle, num_replicas), step_seconds))
+    run.advance(np.full((8 * cycle, num_replicas), step_seconds))
     before = run.ready_BxM[:, 0]
     run.advance(np.full((24 * cycle, num_replicas), step_seconds))
     expected = 24 * cycle * step_seconds / (run.ready_BxM[:, 0] - before)

@@ -228,16 +228,14 @@ def _absolute(source: str) -> str:
 
 def read_result(job: Job) -> dict[str, Any] | None:
     """The result that an earlier call left, if it holds everything that this job measures."""
-    result, tasks = read_results(job.directory), job.tasks.keys()
+    result = read_results(job.directory)
     if "failed" in result and (job.directory / SUMMARY_FILE).exists():
         return None  # it was finished by another command since
     if "columns" in result:  # adopted from a table
         return result if has_all_columns(result["columns"], job) else None
-    scored = {name: scores["tasks"].keys() for name, scores in result.get("evaluated", {}).items()}
-    has_all = all(job.key(name) in scored and tasks <= scored[job.key(name)] for name in job.parameters)
-    has_all &= tasks <= scored.get(job.key("outer"), set())
-    has_all &= job.at_step is None or job.key("outer") in scored
-    return result if "failed" in result or (result and has_all) else None
+    return (
+        result if "failed" in result or (result and job.evaluated <= result.get("evaluated", {}).keys()) else None
+    )
 
 
 def adopt(rows: Iterable[Mapping[str, Any]], directory: Path) -> None:
@@ -276,10 +274,7 @@ def _keep(job: Job, future: "Future[dict[str, Any]]") -> dict[str, Any]:
         if not result.pop("is_final") or "summary" in earlier or "columns" in earlier:
             return result
     else:
-        evaluated = earlier.get("evaluated", {})
-        for name, scores in result["evaluated"].items():
-            evaluated[name] = scores | {"tasks": evaluated.get(name, {}).get("tasks", {}) | scores["tasks"]}
-        result["evaluated"] = evaluated
+        result["evaluated"] = earlier.get("evaluated", {}) | result["evaluated"]
     write_results(job.directory, result)
     return result
 

@@ -38,9 +38,16 @@ class Job:
         """The run's directory."""
         return self.config.directory
 
-    def key(self, name: str) -> str:
-        """The key of parameters among a result's evaluations, such as `outer`, or `outer at step 500`."""
-        return name if self.at_step is None else f"{name} at step {self.at_step}"
+    def key(self, name: str, task: str = "") -> str:
+        """The key of a loss among a result's evaluations, or of a task's scores, such as `outer at step 500`."""
+        return f"{name}{'' if self.at_step is None else f' at step {self.at_step}'}{task and f', {task}'}"
+
+    @property
+    def evaluated(self) -> set[str]:
+        """The keys of all evaluations; the loss of the outer parameters at the end is in the summary."""
+        names = ("outer", *self.parameters)
+        losses = {self.key(name) for name in (names if self.at_step is not None else self.parameters)}
+        return losses | {self.key(name, task) for name in names for task in self.tasks}
 
 
 def run_job(job: Job) -> dict[str, Any]:
@@ -174,12 +181,12 @@ def _evaluate(job: Job) -> dict[str, Any]:
     from diloco.training.records.metrics import read_metrics
     from diloco.training.records.summary import SUMMARY_FILE, Summary
 
-    evaluated: dict[str, Any] = {}
+    evaluated: dict[str, dict[str, float | None]] = {}
     try:
         for name in get_args(Parameters):
-            is_new = name != "outer" or job.at_step is not None  # else its loss is in the summary
-            if name in job.parameters or (name == "outer" and (job.tasks or is_new)):
-                evaluated[job.key(name)] = evaluate_run(
+            is_new = job.key(name) in job.evaluated
+            if is_new or (name == "outer" and job.tasks):
+                scores = evaluate_run(
                     job.directory,
                     parameters=name,
                     at_step=job.at_step,
@@ -187,6 +194,9 @@ def _evaluate(job: Job) -> dict[str, Any]:
                     held_out=is_new,
                     prepared=resolve(job.config.data),  # another place than the one that the run was trained from
                 )
+                evaluated |= {job.key(name, task): values for task, values in scores["tasks"].items()}
+                if is_new:
+                    evaluated[job.key(name)] = {k: v for k, v in scores.items() if k.startswith("eval_")}
         summary = read_json(job.directory / SUMMARY_FILE, Summary, most_bytes=1 << 20)
         metrics = read_metrics(job.directory, 0)
     except Exception as error:

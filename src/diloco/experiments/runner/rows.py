@@ -17,25 +17,11 @@ from diloco.experiments.runner.job import Job
 from diloco.files import make_directory, write_atomically
 from diloco.published import as_number
 from diloco.scaling.table import MOST_TABLE_BYTES
-from diloco.schema import Count, converted, read_bytes, read_json
+from diloco.schema import converted, read_bytes, read_json
 from diloco.training.records.metrics import OuterStepMetrics
 from diloco.training.records.summary import Summary
 
 RESULT_FILE = "result.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Scores:
-    """The evaluation of one set of a run's parameters."""
-
-    tasks: dict[str, dict[str, float | None]]
-    run: str = ""
-    parameters: str = ""
-    step: Count = 0
-    eval_loss: float | None = None
-    eval_standard_error: float | None = None
-    eval_bits_per_byte: float | None = None
-    eval_tokens: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +31,7 @@ class _Result:
     failed: str | None = None
     columns: dict[str, int | float | str | None] | None = None
     summary: Summary | None = None
-    evaluated: dict[str, _Scores] = field(default_factory=dict)
+    evaluated: dict[str, dict[str, float | None]] = field(default_factory=dict)
     outer_steps: tuple[OuterStepMetrics, ...] = ()
     is_final: bool | None = None
 
@@ -105,7 +91,7 @@ def columns(result: Mapping[str, Any], job: Job) -> dict[str, Any]:
     for name in ("outer", *job.parameters):
         suffix = "" if name == "outer" else f"_{name}"
         for key, task in job.tasks.items():
-            scores = result["evaluated"][job.key(name)]["tasks"][key]
+            scores = result["evaluated"][job.key(name, key)]
             row |= {f"{task.stem}_{metric}{suffix}": value for metric, value in scores.items()}
     return row | _cosines(result, with_curves=job.with_curves)
 
