@@ -17,7 +17,7 @@ def train(dtype: torch.dtype, optimizer_of: type[MastersSGD], **arguments) -> tu
     optimizer = optimizer_of(model)
     data = torch.Generator().manual_seed(engine.exchange.replica)
     try:
-        for _ in range(90):
+        for _ in range(61):
             take_inner_step(model, optimizer, data)
             engine.step()
     except (diloco.UserError, diloco.ExchangeError) as error:  # the other replica's, or its own
@@ -55,7 +55,7 @@ def train_honestly() -> list[tuple[int, str | None]]:
 
 def test_merges_that_are_kept_raise_no_alarm():
     for results in run_replicas(train_honestly, 2):
-        assert results == [(90, None)] * 6
+        assert results == [(61, None)] * 6
 
 
 def train_alike(combine: str, wire: str, cause: str) -> str | None:

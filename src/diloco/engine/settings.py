@@ -323,7 +323,7 @@ def check_model(model: nn.Module, exchange: Transport | None) -> None:
         UserError: that says what to pass.
     """
     check_type("model", model, nn.Module, "the torch.nn.Module that is trained")
-    # Whoever has wrapped a module has imported this.
+    # Absent where no module is wrapped: it takes a second to import.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for path, module in model.named_modules():
         if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
