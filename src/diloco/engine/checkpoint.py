@@ -1,4 +1,4 @@
-"""The engine's state: its form, what of it another engine takes up, and loading.
+"""The states that an engine takes up: their form, and what an engine with other settings can use of them.
 
 Shapes: N elements of one fragment that this process holds.
 """
@@ -163,44 +163,6 @@ def check_like(kind: str, tensors: Mapping[str, Tensor], own: Mapping[str, Tenso
                 f"the state's {kind} of {name} is not sharded as the model is: read the state with "
                 "torch.distributed.checkpoint.load into this engine, or into its state_dict()"
             )
-
-
-def state_of(
-    replica: Replica, *, num_replicas: int, drained_step: int, in_flight: Iterable[Sync], sent: Iterable[Tensor]
-) -> dict[str, Any]:
-    """The state: keys and shapes are the same whatever is in flight, and Θ and the slots are the engine's own.
-
-    Args:
-        replica: this one, of a fixed group.
-        num_replicas: M.
-        drained_step: the last step at which `finish` merged everything that was sent.
-        in_flight: what this replica has sent and some replica may still need.
-        sent: for each fragment the decoded outer gradient in flight, flat FP32 (N); zeros where there is none.
-    """
-    parameters, settings = replica.parameters, replica.settings
-    tensors = {kind: parameters.all_named(replica.state.at_home(kind)) for kind in replica.state.kinds}
-    return {
-        **settings.facts_of_state(replica.number, num_replicas),
-        "fragments": [list(fragment.parameters) for fragment in settings.fragments],
-        **replica.counters(),
-        "drained_step": drained_step,
-        **tensors,
-        "in_flight": [list(sync) for sync in in_flight],
-        "sent": parameters.all_named(sent),
-    }
-
-
-def load(replica: Replica, state: Mapping[str, Any]) -> None:
-    """Take up a state, all but what was in flight.
-
-    Args:
-        replica: this one.
-        state: one that `loadable` gave.
-    """
-    replica.resume(state)
-    for kind in replica.state.kinds:
-        for fragment, flat_N in enumerate(replica.state.at_home(kind)):
-            flat_N.copy_(replica.parameters.flat_of(fragment, state[kind]))
 
 
 def loadable(replica: Replica, transport: Transport, state: object) -> tuple[dict[str, Any], tuple[str, ...]]:
