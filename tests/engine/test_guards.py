@@ -40,6 +40,18 @@ def test_a_merge_that_an_optimizer_undoes_is_noticed_at_the_next_send(arguments)
         assert "was undone by the next inner step" in message and "masters=" in message
 
 
+def test_a_merge_that_is_undone_after_the_last_send_is_noticed_at_the_end():
+    model = network(torch.bfloat16)
+    slow = diloco.Nesterov(lr=0.1, momentum=0.0)
+    engine = engine_of(model, exchange=diloco.LoopbackExchange(), mixing=0.0, outer=slow)
+    optimizer, data = MastersSGD(model), torch.Generator().manual_seed(0)
+    for _ in range(30):
+        take_inner_step(model, optimizer, data)
+        engine.step()
+    with pytest.raises(diloco.UserError, match="step 30: the merge of fragment 0 after step 20 was undone"):
+        engine.finish()
+
+
 def train_honestly() -> list[tuple[int, str | None]]:
     """Parameters that keep what was merged: in BF16, with hardly any merge, with one at each step."""
     fast = diloco.Nesterov(lr=0.9, momentum=0.5)
