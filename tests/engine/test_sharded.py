@@ -204,9 +204,11 @@ def test_a_transformers_model_that_the_user_shards():
     assert_trained_alike(results["shards"], results["whole"])
 
 
-def train_and_save(S: int, wire: str, folder: Path) -> tuple[str, torch.Tensor]:
+def train_and_save(S: int, wire: str, folder: Path) -> tuple[str, torch.Tensor] | None:
     """Θ after 34 steps, of a run that saves at the 24th, or goes on from there."""
     mesh = processes(S)
+    if mesh.get_coordinate() is None:
+        return None
     model = decoder(mesh)
     engine = engine_of(model, mesh, wire=wire, error_feedback=1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -240,15 +242,21 @@ def whole_state(
     return {"model": of_model, "optimizer": of_optimizer, "engine": engine}
 
 
+def train_save_and_resume(folder: Path) -> dict[str, list]:
+    """Θ of a run, of that run resumed on as many shards, and in fp32 on one."""
+    return {
+        "fp32": [train_and_save(S, "fp32", folder / "fp32") for S in (2, 2, 1)],
+        "e3m0": [train_and_save(2, "e3m0", folder / "e3m0") for _ in range(2)],
+    }
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("wire", ["fp32", "e3m0"])
-def test_a_loop_of_ones_own_saves_and_resumes(tmp_path, wire):
-    (expected, outer_N), *_ = run_replicas(train_and_save, M * 2, 2, wire, tmp_path)
-    resumed = run_replicas(train_and_save, M * 2, 2, wire, tmp_path)
-    assert {outer_hash for outer_hash, _ in resumed} == {expected}
-    if wire == "fp32":
-        for _, other_N in run_replicas(train_and_save, M, 1, wire, tmp_path):
-            torch.testing.assert_close(other_N, outer_N, rtol=0, atol=1e-4)
+def test_a_loop_of_ones_own_saves_and_resumes(tmp_path):
+    results = run_replicas(train_save_and_resume, M * 2, tmp_path)
+    for wire in ("fp32", "e3m0"):
+        assert len({outer_hash for of_process in results for outer_hash, _ in of_process[wire][:2]}) == 1
+    for (_, outer_N), _, whole in (of_process["fp32"] for of_process in results[:M]):
+        torch.testing.assert_close(whole[1], outer_N, rtol=0, atol=1e-4)
 
 
 class OneRow(nn.Module):
