@@ -27,7 +27,6 @@ def load_in_every_wrong_way() -> dict[str, object]:
     """The refusals that one replica of two hears."""
     return {
         "other steps": load_different_steps(),
-        "other overlap": load_the_others_state(),
         "in flight": load_another_replicas_state(None, 12),
         "error": load_another_replicas_state(1.0, 17),
         "shared": load_another_replicas_state(None, 17),
@@ -200,26 +199,6 @@ def test_a_state_with_something_in_flight_wants_its_schedule():
         for _ in train(engine, model, 40):
             pass
         assert engine.num_steps == 40
-
-
-def load_the_others_state() -> str:
-    case = Case(H=10, P=1, tau=(0, 5))
-    model = case.model()
-    engine = case.engine(model)
-    states: list = [None, None]
-    dist.all_gather_object(states, [engine.state_dict() for _ in zip(range(12), train(engine, model, 20))][-1])  # noqa: B905
-    own, others = states[dist.get_rank()], states[1 - dist.get_rank()]
-    again = case.engine(case.model())
-    again.load_state_dict(own)
-    with pytest.raises(ValueError, match="own_overlap_steps") as caught:
-        case.engine(case.model()).load_state_dict(others)
-    for each in (engine, again):
-        each.finish()  # nothing is left on its way for the next engines
-    return str(caught.value)
-
-
-def test_a_replica_does_not_take_up_the_state_of_one_with_another_overlap(refusals):
-    assert "own_overlap_steps=5, and this engine has 0" in refusals[0]["other overlap"]
 
 
 def load_another_replicas_state(beta: float | None, num_steps: int) -> list[str]:

@@ -135,7 +135,6 @@ class Settings:
             "error_feedback": self.error_feedback,
             "seed": self.seed,
             "schedule": ", ".join(f"{name}={value}" for name, value in schedule.items()),
-            "own_overlap_steps": self.schedule.overlap(replica),
             "replica": replica,
             "outer_rule": str(self.outer.facts().get("class", type(self.outer).__name__)),
         }
