@@ -23,40 +23,40 @@ from diloco.schema import Count, Seconds, converted
 _NOT_OURS = "pass what state_dict() of an engine gave"
 
 
-@dataclass(frozen=True)
-class _FixedValues:
-    """The plain values of a replica of a fixed group, but for its settings; lists are by fragment."""
+@dataclass(frozen=True, kw_only=True)
+class _Values:
+    """The plain values of any state; lists are by fragment."""
+
+    last_sent: list[Count]
+    num_steps: Count
+    tokens: Count
+    bytes_sent: Count
+    bytes_received: Count
+    blocked_seconds: Seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FixedValues(_Values):
+    """Those of a replica of a fixed group, but for its settings."""
 
     fragments: list[list[str]]
     """Names of the parameters."""
-    last_sent: list[Count]
-    num_steps: Count
     drained_step: Count
-    tokens: Count
-    bytes_sent: Count
-    bytes_received: Count
-    blocked_seconds: Seconds
     in_flight: list[tuple[Count, Count, Count]]
-    """Fragment, round and step of each offer."""
+    """Fragment, round and step of each flight."""
 
 
-@dataclass(frozen=True)
-class _ElasticValues:
-    """The plain values of a replica among others that come and go, but for its run; lists are by fragment."""
+@dataclass(frozen=True, kw_only=True)
+class _ElasticValues(_Values):
+    """Those of a replica among others that come and go, but for its run."""
 
     slot: Count
     rounds: list[Count]
-    num_steps: Count
-    tokens: Count
-    bytes_sent: Count
-    bytes_received: Count
-    blocked_seconds: Seconds
-    last_sent: list[Count]
     next_send: list[Count]
     counted: list[tuple[Count, Count]]
 
 
-def _values(state: object, kind: type) -> dict[str, Any]:
+def _values(state: object, kind: type[_Values]) -> dict[str, Any]:
     """A copy of a state's plain values.
 
     Raises:
