@@ -37,7 +37,7 @@ class _Values:
 
 @dataclass(frozen=True, kw_only=True)
 class _FixedValues(_Values):
-    """Those of a replica of a fixed group, but for its settings."""
+    """The plain values of a replica of a fixed group, but for its settings."""
 
     fragments: list[list[str]]
     """Names of the parameters."""
@@ -48,7 +48,7 @@ class _FixedValues(_Values):
 
 @dataclass(frozen=True, kw_only=True)
 class _ElasticValues(_Values):
-    """Those of a replica among others that come and go, but for its run."""
+    """The plain values of a replica among others that come and go, but for its run."""
 
     slot: Count
     rounds: list[Count]
