@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diloco.engine.lanes import SameLane, here
+from diloco.engine.lanes import DeviceLane, here
 from gpu.place import Measurements, Place, Row, engine_of
 
 _WITHOUT_SYNC, _STALL = 0.002, 0.01  # goals, as shares of a step
@@ -70,7 +70,7 @@ def _with_syncs(place: Place, *, dtype: torch.dtype = torch.float32, apart: bool
     plain_ms = _mean_ms(place, train, 2 * sync_every)
     engine = engine_of(model, sync_every=sync_every, **settings)
     if not apart:
-        engine._replica.lane, engine._membership.sends = SameLane(), here  # pyright: ignore[reportAttributeAccessIssue]
+        engine._replica.lane, engine._membership.sends = DeviceLane(), here  # pyright: ignore[reportAttributeAccessIssue]
     clocks: dict[str, list[_Clock]] = {"send": [], "merge": [], "neither": []}
 
     def step() -> None:

@@ -47,7 +47,7 @@ def ending(name: str, condition: Callable[[], bool], *replicas: Replica, seconds
 
 
 def assert_sound(url: str | Path, *survivors: Replica) -> None:
-    """The log can be replayed, and whoever joins begins with what comes out."""
+    """The log can be replayed, and a replica that joins begins with what comes out."""
     for survivor in survivors:
         survivor.finish()
     replay = replayed(str(url), initial=lambda facts: dict(new_model().named_parameters()))

@@ -126,7 +126,7 @@ def test_a_sharded_replica_has_the_bits_of_a_whole_one(case: int, fixed_members)
         assert [sync for sync, *_ in process[3]] == [sync for sync, *_ in expected[3]]
         measured, whole_measured = (np.array([v for _, *v in each[3]], float) for each in (process, expected))
         np.testing.assert_allclose(measured, whole_measured, rtol=1e-5)
-        # Any member may make an average of a share, whoever is first: bytes differ from run to run.
+        # The member that is first makes the average of a share: bytes differ from run to run.
         counts = slice(None) if combine == "gather" else slice(2, None)
         assert process[4][counts] == expected[4][counts], "bytes, and tokens that the run does not know yet"
         for name in ("distance_to_outer", "codec_error"):

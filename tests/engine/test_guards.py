@@ -17,7 +17,7 @@ def train(dtype: torch.dtype, optimizer_of: type[MastersSGD], **arguments) -> tu
     optimizer = optimizer_of(model)
     data = torch.Generator().manual_seed(engine.exchange.replica)
     try:
-        for _ in range(90):
+        for _ in range(61):
             take_inner_step(model, optimizer, data)
             engine.step()
     except (diloco.UserError, diloco.ExchangeError) as error:  # the other replica's, or its own
@@ -40,6 +40,18 @@ def test_a_merge_that_an_optimizer_undoes_is_noticed_at_the_next_send(arguments)
         assert "was undone by the next inner step" in message and "masters=" in message
 
 
+def test_a_merge_that_is_undone_after_the_last_send_is_noticed_at_the_end():
+    model = network(torch.bfloat16)
+    slow = diloco.Nesterov(lr=0.1, momentum=0.0)
+    engine = engine_of(model, exchange=diloco.LoopbackExchange(), mixing=0.0, outer=slow)
+    optimizer, data = MastersSGD(model), torch.Generator().manual_seed(0)
+    for _ in range(30):
+        take_inner_step(model, optimizer, data)
+        engine.step()
+    with pytest.raises(diloco.UserError, match="step 30: the merge of fragment 0 after step 20 was undone"):
+        engine.finish()
+
+
 def train_honestly() -> list[tuple[int, str | None]]:
     """Parameters that keep what was merged: in BF16, with hardly any merge, with one at each step."""
     fast = diloco.Nesterov(lr=0.9, momentum=0.5)
@@ -55,7 +67,7 @@ def train_honestly() -> list[tuple[int, str | None]]:
 
 def test_merges_that_are_kept_raise_no_alarm():
     for results in run_replicas(train_honestly, 2):
-        assert results == [(90, None)] * 6
+        assert results == [(61, None)] * 6
 
 
 def train_alike(combine: str, wire: str, cause: str) -> str | None:

@@ -5,7 +5,7 @@ import torch
 from tests.fake_device import FakeDevice
 from tests.processes import run_replicas
 
-from diloco.engine.lanes import QueueLane, SameLane, StreamLane, device_lane, here, in_thread
+from diloco.engine.lanes import DeviceLane, QueueLane, StreamLane, device_lane, here, in_thread
 
 
 @pytest.mark.parametrize("start", [in_thread, QueueLane().start], ids=["thread", "queue"])
@@ -52,8 +52,8 @@ def orders() -> list[list[str]]:
     with FakeDevice() as device:
         cpu = torch.device("cpu")
         assert isinstance(device_lane(device.device, cpu), StreamLane)
-        assert isinstance(device_lane(device.device, device.device), SameLane)
-        assert isinstance(device_lane(cpu, cpu), SameLane)
+        assert type(device_lane(device.device, device.device)) is DeviceLane
+        assert type(device_lane(cpu, cpu)) is DeviceLane
         for after_training, joins in [(True, True), (False, True), (True, False)]:
             lane, theta = StreamLane(device.device), device.wrapped(torch.zeros(3))
             theta.add_(1)

@@ -15,6 +15,30 @@ from torch import nn
 
 import diloco
 
+RUNS = {
+    "one in flight": (Case(P=2, H=4, tau=1), 7, 0),
+    "merged by one replica": (Case(P=2, H=4, tau=(0, 3)), 6, None),
+    "merged by both": (Case(P=2, H=4, tau=(0, 3)), 7, 0),
+}
+"""Cases of two runs: the steps taken, and the fragment that is refused."""
+
+
+def load_in_every_wrong_way() -> dict[str, object]:
+    """The refusals that one replica of two hears."""
+    return {
+        "other steps": load_different_steps(),
+        "in flight": load_another_replicas_state(None, 12),
+        "error": load_another_replicas_state(1.0, 17),
+        "shared": load_another_replicas_state(None, 17),
+        "drained": load_what_one_has_drained(),
+        **{name: load_states_of_two_runs(case, num_steps) for name, (case, num_steps, _) in RUNS.items()},
+    }
+
+
+@pytest.fixture(scope="module")
+def refusals() -> list[dict]:
+    return run_replicas(load_in_every_wrong_way, 2)
+
 
 def load_different_steps() -> str:
     case = Case()
@@ -26,9 +50,9 @@ def load_different_steps() -> str:
     return str(caught.value)
 
 
-def test_states_of_different_steps_are_refused():
-    for message in run_replicas(load_different_steps, 2):
-        assert "step of the loaded state: replica 0 has 7, replica 1 has 8" in message
+def test_states_of_different_steps_are_refused(refusals):
+    for heard in refusals:
+        assert "step of the loaded state: replica 0 has 7, replica 1 has 8" in heard["other steps"]
 
 
 def test_a_state_in_flight_of_other_settings_is_refused_with_both_values():
@@ -177,25 +201,6 @@ def test_a_state_with_something_in_flight_wants_its_schedule():
         assert engine.num_steps == 40
 
 
-def load_the_others_state() -> str:
-    case = Case(H=10, P=1, tau=(0, 5))
-    model = case.model()
-    engine = case.engine(model)
-    states: list = [None, None]
-    dist.all_gather_object(states, [engine.state_dict() for _ in zip(range(12), train(engine, model, 20))][-1])  # noqa: B905
-    own, others = states[dist.get_rank()], states[1 - dist.get_rank()]
-    again = case.engine(case.model())
-    again.load_state_dict(own)
-    with pytest.raises(ValueError, match="own_overlap_steps") as caught:
-        case.engine(case.model()).load_state_dict(others)
-    return str(caught.value)
-
-
-def test_a_replica_does_not_take_up_the_state_of_one_with_another_overlap():
-    message, _ = run_replicas(load_the_others_state, 2)
-    assert "own_overlap_steps=5, and this engine has 0" in message
-
-
 def load_another_replicas_state(beta: float | None, num_steps: int) -> list[str]:
     """The refusals of replicas that load replica 0's state, as users of DDP do; empty where there is none."""
     case = Case(H=10, P=1, tau=5, beta=beta)
@@ -210,19 +215,22 @@ def load_another_replicas_state(beta: float | None, num_steps: int) -> list[str]
     except ValueError as error:
         assert time.monotonic() - start < 10, "no replica waits for one that has refused"
         return [type(error).__name__, str(error)]
+    finally:
+        engine.finish()
+    again.finish()
     return []
 
 
-@pytest.mark.parametrize(("beta", "num_steps"), [(None, 12), (1.0, 17)])
-def test_a_replica_does_not_take_up_the_state_of_another(beta, num_steps):
+@pytest.mark.parametrize("why", ["in flight", "error"])
+def test_a_replica_does_not_take_up_the_state_of_another(why, refusals):
     """In flight at step 12; at step 17 nothing is, but the error is the replica's own."""
-    first, second = run_replicas(load_another_replicas_state, 2, beta, num_steps)
+    first, second = (heard[why] for heard in refusals)
     assert first[0] == "DisagreementError" and "why the state can't be loaded: replica 0 has null" in first[1]
     assert second[0] == "UserError" and "saved with replica=0, and this engine has 1" in second[1]
 
 
-def test_a_state_of_nothing_but_what_is_shared_is_any_replicas():
-    assert run_replicas(load_another_replicas_state, 2, None, 17) == [[], []]
+def test_a_state_of_nothing_but_what_is_shared_is_any_replicas(refusals):
+    assert [heard["shared"] for heard in refusals] == [[], []]
 
 
 def load_what_one_has_drained() -> str:
@@ -236,12 +244,10 @@ def load_what_one_has_drained() -> str:
     return str(caught.value)
 
 
-def test_what_one_replica_has_drained_and_another_has_not_is_refused():
-    for message in run_replicas(load_what_one_has_drained, 2):
-        assert (
-            "in flight in the loaded state" in message
-            and "replica 0 has [], replica 1 has [[0, 1, 10]]" in message
-        )
+def test_what_one_replica_has_drained_and_another_has_not_is_refused(refusals):
+    for heard in refusals:
+        assert "in flight in the loaded state" in heard["drained"]
+        assert "replica 0 has [], replica 1 has [[0, 1, 10]]" in heard["drained"]
 
 
 def load_states_of_two_runs(case: Case, num_steps: int) -> str:
@@ -254,35 +260,31 @@ def load_states_of_two_runs(case: Case, num_steps: int) -> str:
             inner_step(model, 10 * learning + dist.get_rank(), t)
             engine.step()
         states.append(copy.deepcopy(engine.state_dict()))
+        engine.finish()
     engine = case.engine(case.model())
-    before = outer_of(engine)
+    before, message = outer_of(engine), ""
     try:
         engine.load_state_dict(states[dist.get_rank()])
     except diloco.DisagreementError as error:
         assert outer_of(engine).tobytes() == before.tobytes() and engine.num_steps == 0
         engine.load_state_dict(states[0])
-        return str(error)
-    return ""
+        message = str(error)
+    engine.finish()
+    return message
 
 
-@pytest.mark.parametrize(
-    ("case", "num_steps", "fragment"),
-    [
-        (Case(P=2, H=4, tau=1), 7, 0),
-        (Case(P=2, H=4, tau=(0, 3)), 6, None),
-        (Case(P=2, H=4, tau=(0, 3)), 7, 0),
-    ],
-)
-def test_states_of_different_runs_are_refused_where_the_same_rounds_were_merged(case, num_steps, fragment):
+@pytest.mark.parametrize("name", RUNS)
+def test_states_of_different_runs_are_refused_where_the_same_rounds_were_merged(name, refusals):
     """With an overlap of its own, replica 1 has merged nothing at step 6, and replica 0 both fragments."""
-    for message in run_replicas(load_states_of_two_runs, 2, case, num_steps):
+    fragment = RUNS[name][2]
+    for heard in refusals:
         if fragment is None:
-            assert not message
+            assert not heard[name]
         else:
-            assert message.startswith(
+            assert heard[name].startswith(
                 "replica 0 and replica 1 load states of different runs: their outer parameters"
             )
-            assert f"velocity of fragment {fragment} differ" in message
+            assert f"velocity of fragment {fragment} differ" in heard[name]
 
 
 def load_shards_of_two_runs() -> str:

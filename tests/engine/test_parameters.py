@@ -56,8 +56,8 @@ def test_places_say_where_a_parameter_is_found():
     facts = parameters.facts(map(parameters.flat, range(3)))
     for name, parameter in model.named_parameters():
         shape, fragment, start = facts[f"shape, fragment and place of parameter {name}"]
-        found_N = parameters.flat(fragment)[start : start + parameter.numel()]
-        assert torch.equal(found_N.view(shape), parameter.float())
+        part_N = parameters.flat(fragment)[start : start + parameter.numel()]
+        assert torch.equal(part_N.view(shape), parameter.float())
 
 
 def test_names_the_first_that_is_not_finite():

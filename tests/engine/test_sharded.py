@@ -1,6 +1,7 @@
 """Replicas of several processes: FSDP2 inside each, and the engine on local shards."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from tests.processes import run_replicas
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
@@ -26,7 +27,8 @@ NUM_STEPS, BATCH, LENGTH, VOCAB = 30, 6, 32, 65  # 65 rows are cut into 33 and 3
 
 
 def processes(S: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (M, S), mesh_dim_names=("replica", "shard"))
+    """M replicas of S processes; those beyond have no coordinate in it."""
+    return DeviceMesh("cpu", torch.arange(M * S).view(M, S), mesh_dim_names=("replica", "shard"))
 
 
 def sharded(model: nn.Module, blocks: nn.ModuleList, mesh: DeviceMesh) -> nn.Module:
@@ -100,9 +102,11 @@ def train(
     combine: str = "gather",
     error_feedback: float | None = None,
     offload: bool = False,
-) -> tuple:
-    """The replica's losses, the held-out loss of Θ, its hash, and what an outer step tells."""
+) -> tuple | None:
+    """The replica's losses, the held-out loss of Θ, its hash, and what an outer step tells; None if beyond."""
     mesh = processes(S)
+    if mesh.get_coordinate() is None:
+        return None
     model = MODELS[kind](mesh)
     engine = engine_of(model, mesh, wire=wire, combine=combine, error_feedback=error_feedback, offload=offload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -123,48 +127,70 @@ def train(
     return losses, held_out, engine.outer_hash(), messages, (engine.bytes_sent, engine.bytes_received)
 
 
+def train_all(runs: list[tuple]) -> list[tuple | None]:
+    return [train(*run) for run in runs]
+
+
+def results_of(runs: dict[str, tuple], imports: Sequence[str] = ()) -> dict[str, list[tuple]]:
+    """The results of `train` in each process of some runs, one after another in the same processes."""
+    by_process = run_replicas(
+        train_all, M * max(S for S, *_ in runs.values()), [*runs.values()], imports=imports, timeout_seconds=180
+    )
+    by_run = zip(*by_process, strict=True)
+    return {name: [one for one in of_run if one is not None] for name, of_run in zip(runs, by_run, strict=True)}
+
+
 @pytest.fixture(scope="module")
 def in_e3m0():
     """Replicas of one process, and of two."""
-    return {S: run_replicas(train, M * S, S, "decoder", "e3m0") for S in (1, 2)}
+    return results_of({"whole": (1, "decoder", "e3m0"), "shards": (2, "decoder", "e3m0")})
 
 
-@pytest.mark.slow
-def test_shards_train_as_a_whole_replica_does():
-    expected_by_replica = run_replicas(train, M, 1, "decoder", "fp32")
-    results = run_replicas(train, M * 3, 3, "decoder", "fp32")
-    for rank, (losses, held_out, _, messages, _) in enumerate(results):
-        expected = expected_by_replica[rank // 3]
+@pytest.fixture(scope="module")
+def in_other_ways():
+    rest = {
+        "reduce_scatter": (2, "decoder", "e3m0", "reduce_scatter:bf16"),
+        "feedback": (2, "decoder", "topk:density=0.2", "gather", 1.0),
+        "offload": (2, "decoder", "e3m0", "gather", None, True),
+    }
+    return results_of({"whole": (1, "decoder", "fp32"), "shards": (3, "decoder", "fp32")} | rest)
+
+
+def assert_trained_alike(sharded: list[tuple], whole: list[tuple]) -> None:
+    for rank, (losses, held_out, _, messages, _) in enumerate(sharded):
+        expected = whole[rank // (len(sharded) // M)]
         assert losses == pytest.approx(expected[0], abs=1e-5)
         assert held_out == pytest.approx(expected[1], abs=1e-5)
         assert messages == [(pytest.approx(n, rel=1e-3), pytest.approx(c, abs=1e-3)) for n, c in expected[3]]
     assert losses[-1] < losses[0] - 0.3
+    assert len({outer_hash for _, _, outer_hash, _, _ in sharded}) == 1
+
+
+@pytest.mark.slow
+def test_shards_train_as_a_whole_replica_does(in_other_ways):
+    assert_trained_alike(in_other_ways["shards"], in_other_ways["whole"])
 
 
 def test_blocks_that_begin_anew_in_each_shard_train_as_well(in_e3m0):
-    assert in_e3m0[2][0][1] == pytest.approx(in_e3m0[1][0][1], rel=0.005)
-    assert len({outer_hash for _, _, outer_hash, _, _ in in_e3m0[2]}) == 1
+    assert in_e3m0["shards"][0][1] == pytest.approx(in_e3m0["whole"][0][1], rel=0.005)
+    assert len({outer_hash for _, _, outer_hash, _, _ in in_e3m0["shards"]}) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("wire", "combine", "error_feedback"),
-    [("e3m0", "reduce_scatter:bf16", None), ("topk:density=0.2", "gather", 1.0)],
-)
-def test_all_shards_of_all_replicas_agree_on_the_whole_outer_parameters(wire, combine, error_feedback):
-    results = run_replicas(train, M * 2, 2, "decoder", wire, combine, error_feedback)
-    assert len({outer_hash for _, _, outer_hash, _, _ in results}) == 1
+@pytest.mark.parametrize("way", ["reduce_scatter", "feedback"])
+def test_all_shards_of_all_replicas_agree_on_the_whole_outer_parameters(way, in_other_ways):
+    assert len({outer_hash for _, _, outer_hash, _, _ in in_other_ways[way]}) == 1
 
 
 @pytest.mark.slow
-def test_offload_changes_no_bit(in_e3m0):
-    offloaded = run_replicas(train, M * 2, 2, "decoder", "e3m0", "gather", None, True)
-    assert [outer_hash for _, _, outer_hash, _, _ in offloaded] == [in_e3m0[2][0][2]] * 4
+def test_offload_changes_no_bit(in_e3m0, in_other_ways):
+    hashes = [outer_hash for _, _, outer_hash, _, _ in in_other_ways["offload"]]
+    assert hashes == [in_e3m0["shards"][0][2]] * 4
 
 
 def test_bytes_are_those_of_all_shards(in_e3m0):
-    *_, (whole_sent, _) = in_e3m0[1][0]
-    for *_, (sent, received) in in_e3m0[2]:
+    *_, (whole_sent, _) = in_e3m0["whole"][0]
+    for *_, (sent, received) in in_e3m0["shards"]:
         assert sent == received
         # A header and a scale more for every shard's payload.
         assert whole_sent < sent < 1.05 * whole_sent
@@ -173,18 +199,16 @@ def test_bytes_are_those_of_all_shards(in_e3m0):
 @pytest.mark.slow
 def test_a_transformers_model_that_the_user_shards():
     pytest.importorskip("transformers")
-    imports = ["transformers.models.llama.modeling_llama"]
-    expected = run_replicas(train, M, 1, "llama", "fp32", imports=imports)
-    results = run_replicas(train, M * 2, 2, "llama", "fp32", imports=imports)
-    for rank, (losses, held_out, _, _, _) in enumerate(results):
-        assert losses == pytest.approx(expected[rank // 2][0], abs=1e-5)
-        assert held_out == pytest.approx(expected[rank // 2][1], abs=1e-5)
-    assert len({outer_hash for _, _, outer_hash, _, _ in results}) == 1
+    runs = {"whole": (1, "llama", "fp32"), "shards": (2, "llama", "fp32")}
+    results = results_of(runs, imports=["transformers.models.llama.modeling_llama"])
+    assert_trained_alike(results["shards"], results["whole"])
 
 
-def train_and_save(S: int, wire: str, folder: Path) -> tuple[str, torch.Tensor]:
+def train_and_save(S: int, wire: str, folder: Path) -> tuple[str, torch.Tensor] | None:
     """Θ after 34 steps, of a run that saves at the 24th, or goes on from there."""
     mesh = processes(S)
+    if mesh.get_coordinate() is None:
+        return None
     model = decoder(mesh)
     engine = engine_of(model, mesh, wire=wire, error_feedback=1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -218,15 +242,21 @@ def whole_state(
     return {"model": of_model, "optimizer": of_optimizer, "engine": engine}
 
 
+def train_save_and_resume(folder: Path) -> dict[str, list]:
+    """Θ of a run, of that run resumed on as many shards, and in fp32 on one."""
+    return {
+        "fp32": [train_and_save(S, "fp32", folder / "fp32") for S in (2, 2, 1)],
+        "e3m0": [train_and_save(2, "e3m0", folder / "e3m0") for _ in range(2)],
+    }
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("wire", ["fp32", "e3m0"])
-def test_a_loop_of_ones_own_saves_and_resumes(tmp_path, wire):
-    (expected, outer_N), *_ = run_replicas(train_and_save, M * 2, 2, wire, tmp_path)
-    resumed = run_replicas(train_and_save, M * 2, 2, wire, tmp_path)
-    assert {outer_hash for outer_hash, _ in resumed} == {expected}
-    if wire == "fp32":
-        for _, other_N in run_replicas(train_and_save, M, 1, wire, tmp_path):
-            torch.testing.assert_close(other_N, outer_N, rtol=0, atol=1e-4)
+def test_a_loop_of_ones_own_saves_and_resumes(tmp_path):
+    results = run_replicas(train_save_and_resume, M * 2, tmp_path)
+    for wire in ("fp32", "e3m0"):
+        assert len({outer_hash for of_process in results for outer_hash, _ in of_process[wire][:2]}) == 1
+    for (_, outer_N), _, whole in (of_process["fp32"] for of_process in results[:M]):
+        torch.testing.assert_close(whole[1], outer_N, rtol=0, atol=1e-4)
 
 
 class OneRow(nn.Module):
@@ -243,32 +273,44 @@ class OneRow(nn.Module):
         return sum(layer(x) for layer in self.layers)
 
 
-def train_one_row(wire: str) -> tuple[str, str]:
-    mesh = processes(2)
-    model = OneRow()
-    sharded(model, model.layers, mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = diloco.StreamingDiLoCo(
-        model,
-        fragments=diloco.strided(model, layers_per_fragment=1),
-        schedule=diloco.Schedule(sync_every=2, num_fragments=2, overlap_steps=1),
-        wire=wire,
-        exchange=diloco.ProcessGroupExchange(mesh.get_group("replica"), timeout_seconds=20),
-    )
-    first = engine.outer_hash()
-    for step in range(8):
-        model(torch.full((1, 5), 1.0 + engine.exchange.replica + step)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.step()
-    engine.finish()
-    return first, engine.outer_hash()
+def train_one_row() -> list[tuple[str, str]]:
+    """The hash of Θ before and after training, by codec."""
+    mesh, hashes = processes(2), []
+    for wire in ("fp32", "e3m0", "int4", "topk:density=0.5"):
+        model = OneRow()
+        sharded(model, model.layers, mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = diloco.StreamingDiLoCo(
+            model,
+            fragments=diloco.strided(model, layers_per_fragment=1),
+            schedule=diloco.Schedule(sync_every=2, num_fragments=2, overlap_steps=1),
+            wire=wire,
+            exchange=diloco.ProcessGroupExchange(mesh.get_group("replica"), timeout_seconds=20),
+        )
+        first = engine.outer_hash()
+        for step in range(8):
+            model(torch.full((1, 5), 1.0 + engine.exchange.replica + step)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.step()
+        engine.finish()
+        hashes.append((first, engine.outer_hash()))
+    return hashes
 
 
-@pytest.mark.parametrize("wire", ["fp32", "e3m0", "int4", "topk:density=0.5"])
-def test_a_shard_may_be_empty(wire):
-    results = run_replicas(train_one_row, M * 2, wire)
-    assert len(set(results)) == 1 and results[0][0] != results[0][1]
+def start_small_models() -> tuple[list[tuple[str, str]], list[str], str]:
+    return train_one_row(), start_with_odd_shards(), train_beside_frozen_parameters()
+
+
+@pytest.fixture(scope="module")
+def small_models():
+    """The results of four processes: of empty shards, of models sharded in other ways, of frozen parameters."""
+    return [*zip(*run_replicas(start_small_models, M * 2), strict=True)]
+
+
+def test_a_shard_may_be_empty(small_models):
+    for before_and_after in zip(*small_models[0], strict=True):
+        assert len(set(before_and_after)) == 1 and before_and_after[0][0] != before_and_after[0][1]
 
 
 def start_with_odd_shards() -> list[str]:
@@ -305,8 +347,8 @@ def _over_all(mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def test_a_model_that_is_not_sharded_over_its_replica_is_refused():
-    for half, over_all, replicated in run_replicas(start_with_odd_shards, M * 2):
+def test_a_model_that_is_not_sharded_over_its_replica_is_refused(small_models):
+    for half, over_all, replicated in small_models[1]:
         assert "layers.1.weight is on one process" in half and "mesh=mesh['shard']" in half
         assert "of 2 dimensions" in over_all and "mesh=mesh['shard']" in over_all
         assert "not cut into shards" in replicated
@@ -327,21 +369,23 @@ def train_beside_frozen_parameters() -> str:
     return engine.outer_hash()
 
 
-def test_frozen_parameters_may_be_whole():
-    assert len(set(run_replicas(train_beside_frozen_parameters, M * 2))) == 1
+def test_frozen_parameters_may_be_whole(small_models):
+    assert len(set(small_models[2])) == 1
 
 
-def gather(S: int) -> tuple[str, float]:
-    """A hash over the whole, from whole tensors and from shards."""
-    model = decoder(processes(S))
-    named = dict(model.named_parameters())
-    norm = math.sqrt(sum(gathered(p).square().sum().item() for p in named.values()))
-    return parameters_hash(named, gathered), norm
+def gather() -> set[tuple[str, float]]:
+    """A hash over the whole, and its norm, from whole tensors and from shards."""
+    results = set()
+    for mesh in map(processes, (1, 2)):
+        if mesh.get_coordinate() is not None:
+            named = dict(decoder(mesh).named_parameters())
+            norm = math.sqrt(sum(gathered(p).square().sum().item() for p in named.values()))
+            results.add((parameters_hash(named, gathered), norm))
+    return results
 
 
 def test_the_hash_does_not_depend_on_the_shards():
-    results = {run_replicas(gather, M * S, S)[-1] for S in (1, 2)}
-    assert len(results) == 1
+    assert len(set.union(*run_replicas(gather, M * 2))) == 1
 
 
 def what_is_masked() -> list[int]:
@@ -365,9 +409,11 @@ def test_shards_mask_other_places_and_replicas_the_same():
     assert first != second and others == [first, second]
 
 
-def evaluate_outer(S: int) -> tuple[torch.Tensor, torch.Tensor]:
+def evaluate_outer(S: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Logits of Θ, and of the replica's own parameters before and after; FSDP keeps the outermost gathered."""
     mesh = processes(S)
+    if mesh.get_coordinate() is None:
+        return None
     model = DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=VOCAB).build(seed=0)
     if S > 1:
         fully_shard(model.blocks[0], mesh=mesh["shard"])
@@ -392,9 +438,14 @@ def evaluate_outer(S: int) -> tuple[torch.Tensor, torch.Tensor]:
     return outer, before
 
 
+def evaluate_whole_and_shards() -> tuple:
+    return evaluate_outer(1), evaluate_outer(2)
+
+
 @pytest.mark.slow
 def test_a_sharded_model_is_evaluated_at_the_outer_parameters():
-    (whole, _), *_ = run_replicas(evaluate_outer, M, 1)
-    for outer, own in run_replicas(evaluate_outer, M * 2, 2):
+    results = run_replicas(evaluate_whole_and_shards, M * 2)
+    whole, _ = results[0][0]
+    for _, (outer, own) in results:
         torch.testing.assert_close(outer, whole, rtol=0, atol=1e-3)
         assert (outer - own).abs().max() > 10 * (outer - whole).abs().max()

@@ -92,7 +92,7 @@ LIES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_member_that_lies_in_a_share_is_found_by_whoever_averages_it(lie: str, step: CutStep) -> None:
+def test_a_member_that_lies_in_a_share_is_found_by_the_one_that_averages_it(lie: str, step: CutStep) -> None:
     """The header names the digest of what lies in the store."""
     change, reason = LIES[lie]
     data = change(step.sent[0][1].numpy().tobytes())
@@ -102,7 +102,7 @@ def test_a_member_that_lies_in_a_share_is_found_by_whoever_averages_it(lie: str,
         taken(step, replace(step.headers[0], sha256=tuple(digests)), 1, data)
 
 
-def test_a_norm_of_a_share_that_pleases_the_log_is_found_by_whoever_averages_it(step: CutStep) -> None:
+def test_a_norm_of_a_share_that_pleases_the_log_is_found_by_the_one_that_averages_it(step: CutStep) -> None:
     header = replace(step.headers[0], norms=(1e-3,) * R)
     assert header.contribution().norm < 1e-2
     with pytest.raises(
@@ -111,7 +111,7 @@ def test_a_norm_of_a_share_that_pleases_the_log_is_found_by_whoever_averages_it(
         taken(step, header, 3, step.sent[0][3].numpy().tobytes())
 
 
-def test_a_share_that_holds_nan_is_found_by_whoever_averages_it() -> None:
+def test_a_share_that_holds_nan_is_found_by_the_one_that_averages_it() -> None:
     step = CutStep(wire="fp32")
     sound = step.sent[0][1].numpy().tobytes()
     data = wire_reference.sealed(sound[:24], sound[32:-4] + np.float32(np.nan).tobytes())
@@ -138,7 +138,7 @@ def test_a_header_that_no_entry_could_count_is_refused(wrong: str, step: CutStep
 
 
 def opened(step: CutStep, data: bytes) -> Header:
-    """A header as whoever decides reads it."""
+    """A header as a replica that decides reads it."""
     public = step.signers[0].public
     header, _ = open_payload(data, name="payloads/0/00000001", run=step.state.run, public=public)
     check_header(header, step.form)

@@ -22,7 +22,7 @@ def test_shares_are_a_partition_filled_up_with_zeros(num_elements, num_shares):
 
 @given(num_elements=st.integers(1, 40), num_shares=st.integers(1, 12), seed=st.integers(0, 2**32 - 1))
 def test_the_average_of_shares_is_the_average_of_the_whole(num_elements, num_shares, seed):
-    """In fp32, any number of shares, whoever the members are."""
+    """In fp32, any number of shares, and any members."""
     generator, wire = torch.Generator().manual_seed(seed), codec("fp32")
     cohort = Cohort.weighted({3: 70, 9: 300, 11: 1000})
     keys = [Key(0, 0, 1, member) for member in cohort.members]

@@ -1,4 +1,4 @@
-"""The engine's state: its form, what of it another engine takes up, and loading.
+"""The states that an engine takes up: their form, and what an engine with other settings can use of them.
 
 Shapes: N elements of one fragment that this process holds.
 """
@@ -23,40 +23,40 @@ from diloco.schema import Count, Seconds, converted
 _NOT_OURS = "pass what state_dict() of an engine gave"
 
 
-@dataclass(frozen=True)
-class _FixedValues:
-    """The plain values of a replica of a fixed group, but for its settings; lists are by fragment."""
+@dataclass(frozen=True, kw_only=True)
+class _Values:
+    """The plain values of any state; lists are by fragment."""
+
+    last_sent: list[Count]
+    num_steps: Count
+    tokens: Count
+    bytes_sent: Count
+    bytes_received: Count
+    blocked_seconds: Seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FixedValues(_Values):
+    """The plain values of a replica of a fixed group, but for its settings."""
 
     fragments: list[list[str]]
     """Names of the parameters."""
-    last_sent: list[Count]
-    num_steps: Count
     drained_step: Count
-    tokens: Count
-    bytes_sent: Count
-    bytes_received: Count
-    blocked_seconds: Seconds
     in_flight: list[tuple[Count, Count, Count]]
-    """Fragment, round and step of each offer."""
+    """Fragment, round and step of each flight."""
 
 
-@dataclass(frozen=True)
-class _ElasticValues:
-    """The plain values of a replica among others that come and go, but for its run; lists are by fragment."""
+@dataclass(frozen=True, kw_only=True)
+class _ElasticValues(_Values):
+    """The plain values of a replica among others that come and go, but for its run."""
 
     slot: Count
     rounds: list[Count]
-    num_steps: Count
-    tokens: Count
-    bytes_sent: Count
-    bytes_received: Count
-    blocked_seconds: Seconds
-    last_sent: list[Count]
     next_send: list[Count]
     counted: list[tuple[Count, Count]]
 
 
-def _values(state: object, kind: type) -> dict[str, Any]:
+def _values(state: object, kind: type[_Values]) -> dict[str, Any]:
     """A copy of a state's plain values.
 
     Raises:
@@ -163,44 +163,6 @@ def check_like(kind: str, tensors: Mapping[str, Tensor], own: Mapping[str, Tenso
                 f"the state's {kind} of {name} is not sharded as the model is: read the state with "
                 "torch.distributed.checkpoint.load into this engine, or into its state_dict()"
             )
-
-
-def state_of(
-    replica: Replica, *, num_replicas: int, drained_step: int, in_flight: Iterable[Sync], sent: Iterable[Tensor]
-) -> dict[str, Any]:
-    """The state: keys and shapes are the same whatever is in flight, and Θ and the slots are the engine's own.
-
-    Args:
-        replica: this one, of a fixed group.
-        num_replicas: M.
-        drained_step: the last step at which `finish` merged everything that was sent.
-        in_flight: what this replica has sent and some replica may still need.
-        sent: for each fragment the decoded outer gradient in flight, flat FP32 (N); zeros where there is none.
-    """
-    parameters, settings = replica.parameters, replica.settings
-    tensors = {kind: parameters.all_named(replica.state.at_home(kind)) for kind in replica.state.kinds}
-    return {
-        **settings.facts_of_state(replica.number, num_replicas),
-        "fragments": [list(fragment.parameters) for fragment in settings.fragments],
-        **replica.counters(),
-        "drained_step": drained_step,
-        **tensors,
-        "in_flight": [list(sync) for sync in in_flight],
-        "sent": parameters.all_named(sent),
-    }
-
-
-def load(replica: Replica, state: Mapping[str, Any]) -> None:
-    """Take up a state, all but what was in flight.
-
-    Args:
-        replica: this one.
-        state: one that `loadable` gave.
-    """
-    replica.resume(state)
-    for kind in replica.state.kinds:
-        for fragment, flat_N in enumerate(replica.state.at_home(kind)):
-            flat_N.copy_(replica.parameters.flat_of(fragment, state[kind]))
 
 
 def loadable(replica: Replica, transport: Transport, state: object) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -292,13 +292,13 @@ class ElasticMembership(Membership):
         return tuple(steps)
 
     def _is_over(self, p: int) -> bool:
-        """Whether a fragment is in flight, and its overlap has passed."""
+        """True if a fragment is in flight, and its overlap has passed."""
         if (offer := self.in_flight.get(p)) is None:
             return False
         return self._is_draining or self.replica.num_steps >= offer.step + offer.overlap
 
     def _is_behind(self, p: int, newest: int) -> bool:
-        """Whether a fragment is not in flight, and its round `newest`, which was decided, is not taken."""
+        """True if a fragment is not in flight, and its round `newest`, which was decided, is not taken."""
         return p not in self.in_flight and self.rounds[p] < newest
 
     def _take_waiting(self, p: int) -> Iterator[OuterStep]:
@@ -311,7 +311,7 @@ class ElasticMembership(Membership):
             yield self._take(decision, mixing)
 
     def _counts_own(self, decision: Decision) -> bool:
-        """Whether a decision counts the own offer that is in flight."""
+        """True if a decision counts the own offer that is in flight."""
         offer = self.in_flight.get(decision.fragment)
         return offer is not None and decision.own_seq >= offer.seq
 

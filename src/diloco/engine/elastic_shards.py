@@ -374,9 +374,15 @@ def cut(whole: Tensor, like: Tensor) -> list[Tensor]:
 
 
 def sharded_membership(
-    settings: Settings, rendezvous: Rendezvous, parameters: GatheredParameters
-) -> "LeadingMembership | FollowingMembership":
+    settings: Settings,
+    rendezvous: Rendezvous,
+    model: nn.Module,
+    masters: Masters | Mapping[str, Tensor] | None,
+) -> Membership:
     """This process's part in a replica of several: the first one joins the run."""
+    # The first process may wait for other replicas before it is done with a step.
+    seconds = 3 * rendezvous.timeout_seconds
+    parameters = GatheredParameters(model, settings.fragments, masters, timeout_seconds=seconds)
     if not parameters.inside.is_first:
         return FollowingMembership(settings, parameters)
     with parameters.inside.fail_together():

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.engine import checkpoint
 from diloco.engine.checkpoint import agree_or_refuse, loadable
 from diloco.engine.guards import refuse_equal_payloads
 from diloco.engine.lanes import QueueLane, Start, here, in_thread
@@ -343,14 +342,21 @@ class FixedMembership(Membership):
                     vector_N.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything of this replica that resumes, what is in flight included."""
-        return checkpoint.state_of(
-            self.replica,
-            num_replicas=self.transport.num_replicas,
-            drained_step=self.drained_step,
-            in_flight=[flight.sync for flight in self.in_flight],
-            sent=self._sent(),
-        )
+        """Everything of this replica that resumes, what is in flight included.
+
+        Keys and shapes are the same whatever is in flight, and Θ and the slots are the engine's own.
+        """
+        replica, named = self.replica, self.replica.parameters.all_named
+        settings = replica.settings
+        return {
+            **settings.facts_of_state(replica.number, self.transport.num_replicas),
+            "fragments": [list(fragment.parameters) for fragment in settings.fragments],
+            **replica.counters(),
+            "drained_step": self.drained_step,
+            **{kind: named(replica.state.at_home(kind)) for kind in replica.state.kinds},
+            "in_flight": [list(flight.sync) for flight in self.in_flight],
+            "sent": named(self._sent()),
+        }
 
     def _sent(self) -> Iterator[Tensor]:
         """For each fragment the decoded outer gradient in flight, flat FP32 (N); zeros where there is none."""
@@ -373,7 +379,10 @@ class FixedMembership(Membership):
     def load(self, accepted: Mapping[str, Any]) -> None:
         """Take up a state, and send again what was in flight."""
         replica = self.replica
-        checkpoint.load(replica, accepted)
+        replica.resume(accepted)
+        for kind in replica.state.kinds:
+            for p, flat_N in enumerate(replica.state.at_home(kind)):
+                flat_N.copy_(replica.parameters.flat_of(p, accepted[kind]))
         self.in_flight = []
         # In fp32, since what was sent is rounded already: so the state may be cut into other shards.
         reduction = replica.reduction.with_wire(codec("fp32"))

@@ -47,14 +47,14 @@ def refuse_equal_payloads(
 
 
 def is_long(payload_bytes: int) -> bool:
-    """Whether a payload is long enough to be compared: shorter ones may be equal by chance."""
+    """True if a payload is long enough to be compared: shorter ones may be equal by chance."""
     return payload_bytes >= HEADER_BYTES + _MIN_BODY_BYTES
 
 
 def are_equal(
     received: Mapping[int, Tensor], reduction: Reduction, num_elements: int, key: Key, cohort: Cohort
 ) -> bool:
-    """Whether several outer gradients are equal to the last bit, long enough to judge, and not of zeros."""
+    """True if several outer gradients are equal to the last bit, long enough to judge, and not of zeros."""
     own = received[key.replica]
     others = [payload for member, payload in received.items() if member != key.replica]
     if not others or not is_long(own.numel()):

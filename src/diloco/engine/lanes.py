@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,62 +77,34 @@ def _fulfil(result: "Future[T]", work: Callable[[], T]) -> None:
         result.set_exception(error)
 
 
-class DeviceLane(Protocol):
-    """The place for work on the device of the parameters."""
+class DeviceLane:
+    """The place for work on the device of the parameters: training's own queue, which a CPU does at once."""
 
-    @property
-    def is_apart(self) -> bool:
-        """True if the work is done later than it is queued, and the host must wait before it reads results."""
-        ...
+    is_apart = False
+    """True if the work is done later than it is queued, and the host must wait before it reads results."""
 
     def queue(self, work: Callable[[], T], *, after_training: bool = True) -> T:
-        """Call a function that queues work; its result's tensors are written later.
+        """Call a function that queues work; its result's tensors may be written later.
 
         Args:
             work: called now; its work begins after what was queued here earlier.
             after_training: begin after what training has queued so far, too.
         """
-        ...
-
-    def join(self) -> None:
-        """Let what training queues from now on begin after what was queued here."""
-        ...
-
-    def mark(self) -> Callable[[], None]:
-        """A function by which any thread of the host waits for what was queued here so far."""
-        ...
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """The tensor where the host can read it after a wait; called in queued work."""
-        ...
-
-
-class SameLane:
-    """The training's own queue: on a CPU the work is done at once."""
-
-    is_apart = False
-
-    def queue(self, work: Callable[[], T], *, after_training: bool = True) -> T:
-        """Call the function, and return its result."""
         return work()
 
     def join(self) -> None:
-        """Do nothing: one queue keeps its order."""
+        """Let what training queues from now on begin after what was queued here."""
 
     def mark(self) -> Callable[[], None]:
-        """A function that does nothing: reading a result waits by itself."""
-        return _nothing
+        """A function by which any thread of the host waits for what was queued here so far."""
+        return lambda: None  # reading a result waits by itself
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
+        """The tensor where the host can read it after a wait; called in queued work."""
         return tensor
 
 
-def _nothing() -> None:
-    """Wait for nothing."""
-
-
-class StreamLane:
+class StreamLane(DeviceLane):
     """A stream beside that of training, on a GPU."""
 
     is_apart = True
@@ -167,5 +139,5 @@ def device_lane(device: torch.device, sent_from: torch.device) -> DeviceLane:
     Payloads that are sent from a GPU's own memory are sent in order, by the training loop: it waits for them.
     """
     if device.type == "cpu" or sent_from.type != "cpu" or not hasattr(torch.get_device_module(device), "Stream"):
-        return SameLane()
+        return DeviceLane()
     return StreamLane(device)

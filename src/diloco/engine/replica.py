@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.engine.lanes import DeviceLane, SameLane
+from diloco.engine.lanes import DeviceLane
 from diloco.engine.outer_state import ERROR, OUTER, OuterState
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.settings import COUNTERS, Settings
@@ -168,7 +168,7 @@ class Replica:
     """Θ, the slots of the outer rule, and the error."""
     number: int = 0
     """This replica's number; where replicas come and go, known once it has joined."""
-    lane: DeviceLane = field(default_factory=SameLane)
+    lane: DeviceLane = field(default_factory=DeviceLane)
     """The place where outer gradients are encoded, decoded and merged."""
     num_steps: int = 0
     """Inner steps taken."""

@@ -135,7 +135,6 @@ class Settings:
             "error_feedback": self.error_feedback,
             "seed": self.seed,
             "schedule": ", ".join(f"{name}={value}" for name, value in schedule.items()),
-            "own_overlap_steps": self.schedule.overlap(replica),
             "replica": replica,
             "outer_rule": str(self.outer.facts().get("class", type(self.outer).__name__)),
         }
@@ -323,7 +322,7 @@ def check_model(model: nn.Module, exchange: Transport | None) -> None:
         UserError: that says what to pass.
     """
     check_type("model", model, nn.Module, "the torch.nn.Module that is trained")
-    # Whoever has wrapped a module has imported this.
+    # Absent where no module is wrapped: it takes a second to import.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for path, module in model.named_modules():
         if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):

@@ -39,57 +39,40 @@ from diloco.wire.kernels.memory import begin_to_host
 from diloco.wire.payload import Codec
 
 
-def _fixed(
-    transport: Transport,
+def _membership(
     settings: Settings,
     model: nn.Module,
     masters: Masters | Mapping[str, Tensor] | None,
     *,
+    exchange: Transport | None,
+    rendezvous: Rendezvous | None,
     offload: bool,
 ) -> Membership:
-    """This replica in the group of a transport.
+    """This replica among the others, or this process's part in it where a sharded one comes and goes.
 
     Raises:
-        UserError: if the settings contradict each other, the model or the transport.
-        DisagreementError: if the replicas were given different settings or initial parameters.
+        UserError: if the settings contradict each other, the model or the way to the others.
+        DisagreementError: if the others were given different settings or initial parameters.
     """
-    settings.check(model, transport.num_replicas)
-    settings.check_transport(transport)
-    parameters = FragmentParameters(model, settings.fragments, masters)
-    state = outer_state(settings, parameters, offload=offload)
-    lane = device_lane(parameters.device, transport.device)
-    return FixedMembership(Replica(settings, parameters, state, transport.replica, lane), transport)
-
-
-def _elastic(
-    rendezvous: Rendezvous,
-    settings: Settings,
-    model: nn.Module,
-    masters: Masters | Mapping[str, Tensor] | None,
-    *,
-    offload: bool,
-) -> Membership:
-    """This replica among others that come and go, or this process's part in it where the model is sharded.
-
-    Raises:
-        UserError: if the settings contradict each other, the model or the rendezvous.
-        DisagreementError: if the run has other settings or initial parameters.
-    """
-    settings.check(model, num_replicas=None)
-    settings.check_rendezvous()
-    # Here, since a fixed group needs nothing of the store, nor of its keys.
-    if not any(is_sharded(parameter) for parameter in model.parameters() if parameter.requires_grad):
-        from diloco.engine.elastic import ElasticMembership
-
+    settings.check(model, None if exchange is None else exchange.num_replicas)
+    if exchange is not None:
+        settings.check_transport(exchange)
         parameters = FragmentParameters(model, settings.fragments, masters)
         state = outer_state(settings, parameters, offload=offload)
-        return ElasticMembership(Replica(settings, parameters, state), rendezvous)
-    from diloco.engine.elastic_shards import GatheredParameters, sharded_membership
+        lane = device_lane(parameters.device, exchange.device)
+        return FixedMembership(Replica(settings, parameters, state, exchange.replica, lane), exchange)
+    assert rendezvous is not None, "one of the two is given"
+    settings.check_rendezvous()
+    # Imported here, since a fixed group needs nothing of the store, nor of its keys.
+    if any(is_sharded(parameter) for parameter in model.parameters() if parameter.requires_grad):
+        from diloco.engine.elastic_shards import sharded_membership
 
-    # The first process may wait for other replicas before it is done with a step.
-    seconds = 3 * rendezvous.timeout_seconds
-    gathered = GatheredParameters(model, settings.fragments, masters, timeout_seconds=seconds)
-    return sharded_membership(settings, rendezvous, gathered)
+        return sharded_membership(settings, rendezvous, model, masters)
+    from diloco.engine.elastic import ElasticMembership
+
+    parameters = FragmentParameters(model, settings.fragments, masters)
+    state = outer_state(settings, parameters, offload=offload)
+    return ElasticMembership(Replica(settings, parameters, state), rendezvous)
 
 
 class ModelLoads:
@@ -269,12 +252,9 @@ class StreamingDiLoCo:
                 seed=seed,
             )
             """The arguments that decide what is computed."""
-            join = (
-                partial(_fixed, exchange)
-                if exchange is not None
-                else partial(_elastic, cast(Rendezvous, rendezvous))
+            self._membership = _membership(
+                self.settings, model, masters, exchange=exchange, rendezvous=rendezvous, offload=offload
             )
-            self._membership = join(self.settings, model, masters, offload=offload)
         self._replica = self._membership.replica
         self._attachment: Attachment | None = None
         self._loads = ModelLoads(model, self._replica)

@@ -240,7 +240,7 @@ def cut(vector_N: Tensor, num_shares: int) -> tuple[Tensor, ...]:
 
 
 def encode_shares(wire: Codec, delta_N: Tensor, num_shares: int, key: Key, *, base: int = 0) -> tuple[Tensor, ...]:
-    """One payload a share."""
+    """One payload per share."""
     shares = enumerate(cut(delta_N, num_shares))
     return tuple(wire.encode(share_S, key._replace(part=part), base=base) for part, share_S in shares)
 
@@ -253,7 +253,7 @@ def join_shares(
     senders: Sequence[int] | None = None,
     values: Sequence[Tensor | None] = (),
 ) -> Tensor:
-    """Decode one payload a share into a vector, and return it.
+    """Decode one payload per share into a vector, and return it.
 
     Args:
         wire: their codec.
@@ -288,7 +288,7 @@ def key_of_average(key: Key, cohort: Cohort) -> Key:
 
 @dataclass(frozen=True)
 class Gather(Reduction):
-    """One payload a replica, sent to all others: M − 1 payloads."""
+    """One payload per replica, sent to all others: M − 1 payloads."""
 
     @property
     def spec(self) -> str:

@@ -19,7 +19,7 @@ class Cohort:
     members: tuple[int, ...]
     """Replicas, ascending."""
     weights: tuple[float, ...]
-    """One a member, above 0, the largest 1: equal weights are all 1, and give the bits of a plain average."""
+    """One per member, above 0, the largest 1: equal weights are all 1, and give the bits of a plain average."""
 
     def __post_init__(self) -> None:
         """Check our own invariants: a cohort is never built from user input."""
