@@ -87,7 +87,7 @@ def test_a_mistake_is_refused_before_anything_is_started(tiny, folder, streaming
 
 
 def test_a_prepared_text_of_another_tokenizer_is_refused(tiny, streaming):
-    data = replace(tiny.data, tokenizer="bpe:300", prepared=read_config(streaming).data.prepared)
+    data = DataConfig(tokenizer="bpe:300", prepared=read_config(streaming).data.prepared)
     with pytest.raises(UserError, match=r"data.tokenizer=bpe:300 contradicts .*data.tokenizer=bytes"):
         prepare_run(replace(tiny, data=data))
 
