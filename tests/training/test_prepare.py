@@ -48,6 +48,10 @@ MISTAKES = {
         {"rendezvous": "store", "name": "a", "elastic": ElasticConfig(num_shares=4)},
         "elastic.num_shares=4 with rendezvous=store: gather cuts nothing into shares",
     ),
+    "two overlaps of one replica": (
+        {"rendezvous": "store", "name": "a", **diloco(overlap_steps=(1, 2))},
+        r"overlap_steps=\(1, 2\) with replicas that come and go: give each replica its own number",
+    ),
     "one fragment": (
         {"method": "diloco", "diloco": DilocoConfig(sync_every=10, layers_per_fragment=1)},
         "diloco.layers_per_fragment=1 means nothing to one whole fragment",

@@ -508,7 +508,6 @@ def _check_rendezvous(config: TrainConfig) -> None:
         "method": (config.method == "data_parallel", "it needs every replica at every step: take another"),
         "ddp_per_replica": (config.ddp_per_replica > 1, "take shards_per_replica for the processes of a replica"),
         "num_connections": (config.num_connections > 1, "replicas exchange through the store: leave it out"),
-        "diloco.overlap_steps": (isinstance(diloco.overlap_steps, tuple), "give each replica its own number"),
         "diloco.freeze": (diloco.freeze, "the order of the sends is not known before: leave it out"),
         "elastic.num_shares": (
             config.elastic.num_shares is not None and diloco.combine == "gather",
