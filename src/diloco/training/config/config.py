@@ -121,8 +121,8 @@ def from_json(kind: type[_Config], values: Any, *, source: str = "config") -> _C
 
 def hyperparameters(config: Any) -> dict[str, str | int | float | bool]:
     """The values of all fields by dotted name, as trackers keep them: what is no number is text."""
-    values = flat(to_json(config)).items()
-    return {name: value if isinstance(value, str | int | float) else str(value) for name, value in values}
+    values = {n: tuple(v) if isinstance(v, list) else v for n, v in flat(to_json(config)).items()}
+    return {name: v if isinstance(v, str | int | float) else str(v) for name, v in values.items()}
 
 
 def is_within(name: str, names: Collection[str]) -> bool:
