@@ -58,11 +58,6 @@ def load(path: Path) -> dict:
     return tensors
 
 
-def test_what_was_written_is_read(path):
-    loaded = flat(load(path))
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in flat(TENSORS).items())
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_was_changed_is_refused(path, name):
     whole = (path / name).read_bytes()
@@ -70,14 +65,6 @@ def test_a_file_that_was_changed_is_refused(path, name):
         (path / name).write_bytes(content)
         with pytest.raises(CheckpointError, match=rf"{name} is damaged"):
             load(path)
-
-
-def test_swapped_files_are_refused(path):
-    one, other = (path / name for name in FILES[1:])
-    contents = one.read_bytes(), other.read_bytes()
-    one.write_bytes(contents[1]), other.write_bytes(contents[0])
-    with pytest.raises(CheckpointError, match="is damaged"):
-        load(path)
 
 
 @pytest.mark.parametrize(

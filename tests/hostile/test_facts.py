@@ -21,7 +21,8 @@ from diloco.models.decoder_config import DecoderConfig
 from diloco.rendezvous.replay import replayed
 from diloco.training.config.config import to_json
 from diloco.training.config.recipes import tiny
-from diloco.training.records.store_runs import DATA_DIGEST, initial_parameters, store_parameters
+from diloco.training.config.resolve import DATA_DIGEST
+from diloco.training.records.store_runs import initial_parameters, store_parameters
 
 NUM_EXAMPLES = settings.get_profile("hostile").max_examples
 MODEL = DecoderConfig(num_layers=1, num_heads=1, width=4, vocab_size=9)

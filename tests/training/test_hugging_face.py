@@ -187,7 +187,7 @@ def test_replicas_may_have_the_model_at_different_places(tmp_path):
     elsewhere = with_hugging_face(recipe("tiny"), str(write_config(tmp_path / "there")))
     assert shared_facts(config) == shared_facts(elsewhere)
     facts = facts_with_rendezvous(config)
-    assert facts != facts_with_rendezvous(elsewhere), "whoever replays a log must find the weights"
+    assert facts != facts_with_rendezvous(elsewhere), "a replay of the log must find the weights"
     assert config_of(facts).model == config.model
     other = with_hugging_face(recipe("tiny"), str(write_config(tmp_path / "there", n_inner=64)))
     assert shared_facts(config) != shared_facts(other)
@@ -216,10 +216,6 @@ def test_a_model_whose_blocks_are_not_found_is_trained_whole_alone(tmp_path):
             "max_position_embeddings=64, fewer than the 65 to",
         ),
         (["--model.hf", "fits", "--model.lora", "rank=2"], "--model.lora=rank=2 adapts weights, and --model.hf="),
-        (
-            ["--model.hf", "fits", "--model.width", "8"],
-            "--model.width with --model.hf: the size of HERE/fits is the one in its own",
-        ),
         (["--model.hf", "fits", "--depth=8"], "--depth with --model.hf: the size"),
         (["--model.lora", "rank=2"], "--model.lora=rank=2 adapts a model of transformers: name one by --model.hf"),
         (["--model.hf"], "--model.hf needs a value"),

@@ -24,6 +24,10 @@ def diloco(**values) -> dict:
     return {"diloco": replace(recipe("tiny").diloco, **values)}
 
 
+def text(**values) -> dict:
+    return {"data": DataConfig(**values)}
+
+
 MISTAKES = {
     "overlap": (diloco(overlap_steps=10), "overlap_steps=10 must be at least 0 and below"),
     "period": (diloco(sync_every=0), "sync_every=0 must be at least 1"),
@@ -44,6 +48,10 @@ MISTAKES = {
         {"rendezvous": "store", "name": "a", "elastic": ElasticConfig(num_shares=4)},
         "elastic.num_shares=4 with rendezvous=store: gather cuts nothing into shares",
     ),
+    "two overlaps of one replica": (
+        {"rendezvous": "store", "name": "a", **diloco(overlap_steps=(1, 2))},
+        r"overlap_steps=\(1, 2\) with replicas that come and go: give each replica its own number",
+    ),
     "one fragment": (
         {"method": "diloco", "diloco": DilocoConfig(sync_every=10, layers_per_fragment=1)},
         "diloco.layers_per_fragment=1 means nothing to one whole fragment",
@@ -55,15 +63,37 @@ MISTAKES = {
     "nobody to connect to": ({"num_replicas": 1, "num_connections": 2}, "num_connections=2 means nothing to one"),
     "a run twice": ({"name": "streaming"}, "already holds a run: choose another name, or resume it"),
     "long sequences": ({"sequence_length": 1 << 20, "num_tokens": 1 << 27}, " takes 1048577: add text"),
+    "no text": (text(train=("nowhere.txt",)), "'nowhere.txt' matches no file"),
+    "empty text": (text(train=("empty.txt",)), "empty.txt"),
+    # Refused before the text is read, of which there is none.
+    "wire without text": (text(train=("nowhere.txt",)) | diloco(wire="e9m9"), "'e9m9' is not a codec"),
+    "overlap without text": (text(train=("nowhere.txt",)) | diloco(overlap_steps=10), "overlap_steps=10 must be"),
+    "large vocabulary": (
+        text(train=("nowhere.txt",)) | {"model": replace(recipe("tiny").model, vocab_size=2048)},
+        "more than twice the tokenizer's 257",
+    ),
+    "no step": (
+        text(train=("nowhere.txt",)) | {"budget": Budget(7, "tokens")},
+        "7 tokens are less than half a step",
+    ),
 }
 
 
 @pytest.mark.parametrize(("changes", "sentence"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_refused_before_anything_is_started(tiny, folder, streaming, changes, sentence):
-    before = sorted(folder.glob("runs/*"))
+def test_a_mistake_is_refused_before_anything_is_started(tiny, folder, streaming, changes, sentence, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "empty.txt").touch()
+    before, fields = sorted(folder.glob("runs/*")), dict(changes)
+    budget = fields.pop("budget", None)
     with pytest.raises(UserError, match=sentence):
-        prepare_run(replace(tiny, **changes))
+        prepare_run(replace(tiny, **fields), budget=budget)
     assert sorted(folder.glob("runs/*")) == before
+
+
+def test_a_prepared_text_of_another_tokenizer_is_refused(tiny, streaming):
+    data = DataConfig(tokenizer="bpe:300", prepared=read_config(streaming).data.prepared)
+    with pytest.raises(UserError, match=r"data.tokenizer=bpe:300 contradicts .*data.tokenizer=bytes"):
+        prepare_run(replace(tiny, data=data))
 
 
 @pytest.mark.parametrize("is_resume", [False, True])
@@ -76,38 +106,6 @@ def test_what_needs_a_gpu_is_refused_without_one(tiny, streaming, monkeypatch, i
     ):
         with pytest.raises(UserError, match=sentence):
             prepare_run(replace(asked, **changes), resume=streaming if is_resume else None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "budget", "sentence"),
-    [
-        (diloco(wire="e9m9"), None, "'e9m9' is not a codec"),
-        (diloco(overlap_steps=10), None, "overlap_steps=10 must be"),
-        ({"model": replace(recipe("tiny").model, vocab_size=2048)}, None, "more than twice the tokenizer's 257"),
-        ({}, Budget(7, "tokens"), "7 tokens are less than half a step"),
-    ],
-)
-def test_what_needs_no_text_is_refused_before_it_is_read(changes, budget, sentence):
-    asked = replace(recipe("tiny"), data=DataConfig(train=("nowhere.txt",)), **changes)
-    with pytest.raises(UserError, match=sentence):
-        prepare_run(asked, budget=budget)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"train": ("nowhere.txt",)}, "'nowhere.txt' matches no file"),
-        ({"train": ("empty.txt",)}, "empty.txt"),
-        ({"tokenizer": "bpe:300", "prepared": True}, "data.tokenizer=bpe:300 contradicts .*data.tokenizer=bytes"),
-    ],
-)
-def test_text_that_cannot_be_read_is_refused(tiny, folder, streaming, changes, sentence, monkeypatch):
-    monkeypatch.chdir(folder)
-    (folder / "empty.txt").touch()
-    if "prepared" in changes:
-        changes = changes | {"prepared": read_config(streaming).data.prepared}
-    with pytest.raises(UserError, match=sentence):
-        prepare_run(replace(tiny, data=replace(recipe("tiny").data, **changes)))
 
 
 def test_a_run_without_a_name_is_named_by_its_recipe_and_the_time_but_not_under_torchrun(tiny, monkeypatch):

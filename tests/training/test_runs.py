@@ -114,23 +114,16 @@ def test_a_resume_neither_brings_replicas_to_a_store_nor_takes_one_from_it(run, 
         resume_config(started.directory, replace(resumable(started.directory), rendezvous=new))
 
 
-@pytest.mark.parametrize(("num_shards", "micro_batch"), [(2, 2), (4, 1), (1, 2)])
-def test_a_resume_on_other_shards_takes_micro_batches_that_divide_their_share(run, num_shards, micro_batch):
-    """A replica's 12 sequences, in passes of 4 at the most, over two shards before."""
-    started = replace(run, name="s", global_batch=24, num_tokens=24 * 64, shards_per_replica=2, micro_batch=2)
+@pytest.mark.parametrize(
+    ("asked", "shards", "micro_batch"),
+    [(2, 2, 2), (2, 4, 1), (2, 1, 2), (None, 2, None), (None, 4, 3), (None, 1, 6)],
+)
+def test_a_resume_on_other_shards_makes_no_pass_larger(run, asked, shards, micro_batch):
+    """A replica's 12 sequences, over two shards before, in passes of 2 or of all 6; a pass divides a share."""
+    started = replace(run, name="s", global_batch=24, num_tokens=24 * 64, shards_per_replica=2, micro_batch=asked)
     claim(started)
-    asked = replace(resumable(started.directory), shards_per_replica=num_shards)
-    resumed = resume_config(started.directory, asked)
-    assert (resumed.shards_per_replica, resumed.micro_batch) == (num_shards, micro_batch)
-
-
-@pytest.mark.parametrize(("num_shards", "micro_batch"), [(2, None), (4, 3), (1, 6)])
-def test_a_resume_on_other_shards_makes_no_pass_larger(run, num_shards, micro_batch):
-    """A replica's 12 sequences, over two shards before, each in one pass."""
-    started = replace(run, name="s", global_batch=24, num_tokens=24 * 64, shards_per_replica=2, micro_batch=None)
-    claim(started)
-    asked = replace(resumable(started.directory), shards_per_replica=num_shards)
-    assert resume_config(started.directory, asked).micro_batch == micro_batch
+    resumed = resume_config(started.directory, replace(resumable(started.directory), shards_per_replica=shards))
+    assert (resumed.shards_per_replica, resumed.micro_batch) == (shards, micro_batch)
 
 
 def test_a_run_without_the_index_of_its_data_says_what_to_do(run):

@@ -175,7 +175,7 @@ def test_an_environment_without_an_address_is_told_what_is_missing(monkeypatch, 
         store_with_all(rank=0, world_size=2, name_of="replica {}".format, timeout_seconds=0.3)
 
 
-def test_whoever_does_not_come_in_time_is_named(monkeypatch):
+def test_a_process_that_does_not_come_in_time_is_named(monkeypatch):
     with pytest.raises(ExchangeError, match=r"^replica 1 did not arrive within 1 s: start the replicas"):
         alone(monkeypatch, free_port())
 

@@ -38,7 +38,7 @@ class Standing:
     next_tokens: int
     """Tokens that all replicas will have read after step t + 1, which set its learning rate."""
     is_over: bool
-    """Whether t was the last step of this replica."""
+    """True if t was the last step of this replica."""
 
 
 class Progress(Protocol):
@@ -203,7 +203,7 @@ class TrainState:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last step was taken; a replica takes one at least."""
+        """True once the last step was taken; a replica takes one at least."""
         return self.step > 0 and self.standing.is_over
 
     def took(self, step: int) -> None:

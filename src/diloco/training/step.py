@@ -42,7 +42,7 @@ class BegunStep:
     bytes_sent: int
     bytes_received: int
     sends: bool
-    """Whether something was sent."""
+    """True if something was sent."""
     outer_steps: Sequence[OuterStep]
     read_logs: Callable[[], Mapping[str, float]]
     """Reads the engine's logs, where fragment 0 was merged."""

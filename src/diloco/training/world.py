@@ -241,9 +241,9 @@ class World:
     device: torch.device
     """The device on which this process computes."""
     is_first_on_machine: bool
-    """Whether this process writes the files that the processes of one machine share."""
+    """True if this process writes the files that the processes of one machine share."""
     autocast: bool
-    """Whether the forward pass runs in bfloat16 autocast."""
+    """True if the forward pass runs in bfloat16 autocast."""
     rendezvous: "StoreRendezvous | None" = None
     """The run of replicas that come and go, in the place of the exchange, which has nobody to reach then; of a
     replica's processes only the first has joined it."""
@@ -372,7 +372,7 @@ def _warn_of_open_ports() -> None:
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     _LOG.warning(
         "torch listens on port %s of every network interface of %s, and gloo on ports of %s, without a password: "
-        "whoever reaches them can read and disturb this run, and run code in it where torchrun meets by c10d, "
+        "anybody who reaches them can read and disturb this run, and run code in it where torchrun meets by c10d, "
         "which loads pickles: use a VPN, a store with keys (rendezvous), or diloco.connect with a secret",
         os.environ.get("MASTER_PORT"),
         os.environ.get("MASTER_ADDR"),

@@ -121,8 +121,8 @@ def from_json(kind: type[_Config], values: Any, *, source: str = "config") -> _C
 
 def hyperparameters(config: Any) -> dict[str, str | int | float | bool]:
     """The values of all fields by dotted name, as trackers keep them: what is no number is text."""
-    values = flat(to_json(config)).items()
-    return {name: value if isinstance(value, str | int | float) else str(value) for name, value in values}
+    values = {n: tuple(v) if isinstance(v, list) else v for n, v in flat(to_json(config)).items()}
+    return {name: v if isinstance(v, str | int | float) else str(v) for name, v in values.items()}
 
 
 def is_within(name: str, names: Collection[str]) -> bool:
@@ -508,7 +508,6 @@ def _check_rendezvous(config: TrainConfig) -> None:
         "method": (config.method == "data_parallel", "it needs every replica at every step: take another"),
         "ddp_per_replica": (config.ddp_per_replica > 1, "take shards_per_replica for the processes of a replica"),
         "num_connections": (config.num_connections > 1, "replicas exchange through the store: leave it out"),
-        "diloco.overlap_steps": (isinstance(diloco.overlap_steps, tuple), "give each replica its own number"),
         "diloco.freeze": (diloco.freeze, "the order of the sends is not known before: leave it out"),
         "elastic.num_shares": (
             config.elastic.num_shares is not None and diloco.combine == "gather",

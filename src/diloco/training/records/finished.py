@@ -11,7 +11,6 @@ from torch import Tensor
 from diloco.data.shards import open_split
 from diloco.data.tokenizers import Tokenizer, load_tokenizer
 from diloco.errors import CheckpointError, UserError, setting
-from diloco.evaluation.likelihoods import held_out_loss, sequence_losses
 from diloco.evaluation.questions import read_questions
 from diloco.files import require
 from diloco.hub import check_reachable
@@ -23,7 +22,7 @@ from diloco.training.config.resolve import check_sizes
 from diloco.training.records.checkpoints import finished_steps, read, read_files
 from diloco.training.records.runs import check_text, read_config
 from diloco.training.records.store_runs import store_config, store_parameters
-from diloco.training.records.summary import OUTER_FILE, held_out_batches, held_out_windows
+from diloco.training.records.summary import OUTER_FILE, held_out_mean, held_out_windows, window_losses
 
 
 def run_parameters(
@@ -240,9 +239,6 @@ def evaluate_run(
 def _held_out(model: LanguageModel, config: TrainConfig, device: torch.device) -> dict[str, Any]:
     assert config.data.prepared is not None, "a run's config is resolved"
     split = open_split(config.data.prepared, "held_out")
-    sizes = {"size": config.evaluation.batch, "sequence_length": config.sequence_length}
-    losses = sequence_losses(model, held_out_batches(split, held_out_windows(split, config), **sizes), device)
-    measured = held_out_loss(
-        losses, sequence_length=config.sequence_length, bytes_per_token=split.num_bytes / split.num_tokens
-    )
+    losses = window_losses(model, split, held_out_windows(split, config), config, device)
+    measured = held_out_mean(losses, split, config)
     return {f"eval_{name.removeprefix('num_')}": value for name, value in asdict(measured).items()}

@@ -220,7 +220,7 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
         UserError: if a change would make it another run, with both values.
     """
     saved, saved_asked = read_config(directory), read_asked(directory)
-    if not _schedule_asked(saved, asked):
+    if not schedule_changes(saved, asked):
         if asked.optimizer.warmup_steps is None:
             asked = with_value(asked, "optimizer.warmup_steps", saved_asked.optimizer.warmup_steps)
     elif asked.optimizer.weight_decay is None:  # a phase of another length has the same
@@ -365,14 +365,12 @@ def _lock(directory: Path, file: IO[str], kind: int, setting: str) -> None:
 
 
 def schedule_changes(saved: TrainConfig, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """The fields of the schedule in which a resume differs from its run, with both values."""
-    of_the_schedule = fields_with(TrainConfig, "begins_a_phase")
-    return {name: values for name, values in differences(saved, config).items() if name in of_the_schedule}
+    """The fields of the schedule in which a resume differs from its run, with both values.
 
-
-def _schedule_asked(saved: TrainConfig, asked: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """The same before the resume is resolved: a warm-up that is left out asks for nothing."""
-    return {name: values for name, values in schedule_changes(saved, asked).items() if values[1] is not None}
+    The resume need not be resolved: a warm-up that is left out asks for nothing.
+    """
+    changed, of_the_schedule = differences(saved, config), fields_with(TrainConfig, "begins_a_phase")
+    return {name: both for name, both in changed.items() if name in of_the_schedule and both[1] is not None}
 
 
 def with_phase(saved: TrainConfig, asked: TrainConfig, step: int) -> TrainConfig:

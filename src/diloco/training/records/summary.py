@@ -1,13 +1,14 @@
 """Evaluate a run, and write its outer parameters and its summary."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from diloco.data.shards import TokenShards
@@ -134,16 +135,28 @@ def evaluate(
     # All processes of a replica must take the same number of passes: a shorter share repeats a window.
     padded = mine + mine[-1:] * (-(-len(windows) // num_ranks) - len(mine))
     with state.sync.outer_parameters_applied():
-        sizes = {"size": config.evaluation.batch, "sequence_length": config.sequence_length}
-        batches = held_out_batches(held_out, padded, **sizes)
-        losses = sequence_losses(state.model, batches, world.device)[: len(mine)]
+        losses = window_losses(state.model, held_out, padded, config, world.device)[: len(mine)]
     if together:
         losses = [loss for share_of_one in share(world.everyone, losses, list[float]) for loss in share_of_one]
-    return held_out_loss(
-        losses,
-        sequence_length=config.sequence_length,
-        bytes_per_token=held_out.num_bytes / held_out.num_tokens,
+    return held_out_mean(losses, held_out, config)
+
+
+def window_losses(
+    model: LanguageModel, held_out: TokenShards, windows: Sequence[int], config: TrainConfig, device: torch.device
+) -> list[float]:
+    """The mean loss of each window, nats a token, by forward passes of `evaluation.batch` of them."""
+    size, length = config.evaluation.batch, config.sequence_length
+    batches = (
+        np.stack([held_out.window(window, length) for window in windows[start : start + size]])
+        for start in range(0, len(windows), size)
     )
+    return sequence_losses(model, batches, device)
+
+
+def held_out_mean(losses: Sequence[float], held_out: TokenShards, config: TrainConfig) -> HeldOutLoss:
+    """The held-out loss of windows whose losses are known."""
+    bytes_per_token = held_out.num_bytes / held_out.num_tokens
+    return held_out_loss(losses, sequence_length=config.sequence_length, bytes_per_token=bytes_per_token)
 
 
 def held_out_windows(held_out: TokenShards, config: TrainConfig) -> list[int]:
@@ -161,14 +174,6 @@ def held_out_windows(held_out: TokenShards, config: TrainConfig) -> list[int]:
         )
     count = min(available, max(config.num_processes, config.evaluation.num_tokens // config.sequence_length))
     return [k * available // count for k in range(count)]
-
-
-def held_out_batches(
-    held_out: TokenShards, windows: Sequence[int], *, size: int, sequence_length: int
-) -> Iterator[np.ndarray]:
-    """Batches of windows, int64 (B, T+1), with B = `size` or fewer in the last."""
-    for start in range(0, len(windows), size):
-        yield np.stack([held_out.window(w, sequence_length) for w in windows[start : start + size]])
 
 
 def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss) -> Outcome | None:

@@ -240,7 +240,7 @@ class ReplicaTail:
         self.changed = 0.0
         """Time at which the file was written last, in seconds since the epoch."""
         self.is_behind = False
-        """Whether there is more to read than a look takes."""
+        """True if there is more to read than a look takes."""
 
     def look(self) -> None:
         """Read the complete lines that were appended; all, if a resume has written the file anew.
@@ -372,7 +372,7 @@ class RunTail:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is more to read than a look takes."""
+        """True if there is more to read than a look takes."""
         return not self.trouble and any(tail.is_behind for tail in self._tails.values())
 
     @property
