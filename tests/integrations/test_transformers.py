@@ -146,7 +146,7 @@ def load_adapter(folder: str) -> dict[str, torch.Tensor]:
 
 
 KINDS = {"Trainer": (trainer_of, load_model, "eval_far_loss")}
-"""How a trainer is made, how its model is loaded, and the metric that is compared."""
+"""The makers of a trainer, the loaders of its model, and the metric that is compared."""
 IMPORTS = ["transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate"]
 if find_spec("trl") and find_spec("peft"):
     KINDS["SFTTrainer with LoRA"] = (sft_trainer_of, load_adapter, "eval_loss")
