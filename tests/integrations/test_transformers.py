@@ -282,7 +282,7 @@ def test_a_damaged_or_hostile_state_is_refused_and_runs_no_code(begun, tmp_path,
     damaged.write_bytes(content) if isinstance(content, bytes) else torch.save(content, damaged)
     with pytest.raises(diloco.UserError, match=sentence) as refusal:
         trainer_of(str(tmp_path), max_steps=6).train(resume_from_checkpoint=str(damaged.parent))
-    is_engines = name in ("an empty state", "wrong shapes", "that of other parameters")
+    is_engines = name in ("an empty state", "wrong shapes", "the state of other parameters")
     assert isinstance(refusal.value, CheckpointError) != is_engines
     assert not (tmp_path / "marker").exists()
 
