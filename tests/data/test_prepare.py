@@ -82,14 +82,6 @@ def test_the_index_says_what_was_made(source, tmp_path):
     assert not list(directory.glob("*.partial"))
 
 
-def test_the_digest_depends_on_the_text_alone(source, tmp_path):
-    config = DataConfig(train=(source,), held_out_fraction=0.2)
-    one = read_index(prepare(config, tmp_path / "one"))
-    many = read_index(prepare(config, tmp_path / "many", shard_tokens=10))
-    assert one.digest == many.digest
-    assert len(many.splits["train"]) > len(one.splits["train"]) == 1
-
-
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent")
 @pytest.mark.parametrize("name", list(TOKENIZERS))
 def test_a_real_tokenizer_is_copied_beside_its_tokens(tmp_path, name):

@@ -38,13 +38,6 @@ def test_every_window_once_an_epoch_though_steps_straddle_epochs(num_windows, sh
     assert np.array_equal(np.sort(epochs), np.tile(np.arange(num_windows), (3, 1)))
 
 
-def test_replicas_are_disjoint_within_an_epoch():
-    sampler = Sampler(num_windows=96, global_batch=8, seed=5)
-    read = [{int(i) for t in range(1, 13) for i in sampler.windows(t, m, 4)} for m in range(4)]
-    assert [len(windows) for windows in read] == [24] * 4
-    assert set.union(*read) == set(range(96))
-
-
 def test_epochs_and_seeds_differ_and_a_call_repeats():
     sampler = Sampler(num_windows=64, global_batch=64, seed=1)
     assert not np.array_equal(sampler.windows(1), sampler.windows(2))

@@ -7,11 +7,12 @@ from tests.data.corpora import INDEX, SETTINGS
 from diloco.data.config import DataConfig
 from diloco.data.prepare import prepare
 from diloco.data.shards import (
+    PreparationSettings,
     TokenShards,
     check_shard,
     open_split,
     read_index,
-    read_settings,
+    read_record,
     tokens_digest,
     write_record,
 )
@@ -22,7 +23,7 @@ def test_an_index_is_read_as_it_was_written(tmp_path):
     write_record(tmp_path / "index.json", INDEX)
     write_record(tmp_path / "settings.json", SETTINGS)
     assert read_index(tmp_path) == INDEX
-    assert read_settings(tmp_path / "settings.json") == SETTINGS
+    assert read_record(tmp_path / "settings.json", PreparationSettings) == SETTINGS
 
 
 def tokens_of(*lengths):

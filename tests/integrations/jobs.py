@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -41,6 +41,15 @@ def is_killed(train: Callable[..., None], *args: Any, port: int) -> None:
     killed.start()
     killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
+
+
+def assert_resumed(results: Sequence[dict[str, Any]], num_steps: int) -> None:
+    """Two replicas that were killed end as undisturbed ones, and have saved Θ."""
+    for result in results:
+        assert result["num_steps"] == num_steps, "micro-steps do not count"
+        assert result["hash"] == result["undisturbed"], "neither kill -9 nor evaluations change a bit"
+        assert result["hash"] == result["shipped"], "the model that is saved last is Θ"
+    assert results[0]["hash"] == results[1]["hash"]
 
 
 @contextmanager

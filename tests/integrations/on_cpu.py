@@ -1,5 +1,6 @@
-"""torchtitan on a machine without a GPU: it asks its device module for things that torch.cpu doesn't have."""
+"""torchtitan and its integration, imported for the CPU: it asks for things that torch.cpu doesn't have."""
 
+import importlib
 import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
@@ -38,15 +39,12 @@ class CPU:
     def empty_cache() -> None: ...
 
 
-def import_torchtitan() -> None:
-    """Import torchtitan for the CPU, and without triton, which its mixture-of-experts kernels import; or skip."""
-    if "torchtitan" in sys.modules:
-        return
-    if importlib.util.find_spec("triton") is None:
-        kernels: Any = ModuleType("torchtitan.models.moe.kernels")
-        kernels.generate_permute_indices = None
-        sys.modules[kernels.__name__] = kernels
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch._utils, "_get_available_device_type", lambda: "cpu")
-        patch.setattr(torch._utils, "_get_device_module", lambda device_type: CPU)
-        pytest.importorskip("torchtitan.tools.utils")
+if importlib.util.find_spec("triton") is None:  # which its mixture-of-experts kernels import
+    kernels: Any = ModuleType("torchtitan.models.moe.kernels")
+    kernels.generate_permute_indices = None
+    sys.modules[kernels.__name__] = kernels
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(torch._utils, "_get_available_device_type", lambda: "cpu")
+    patch.setattr(torch._utils, "_get_device_module", lambda device_type: CPU)
+    pytest.importorskip("torchtitan.tools.utils")
+importlib.import_module("diloco.integrations.torchtitan")

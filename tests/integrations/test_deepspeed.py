@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from tests.integrations.jobs import meet_at
 from tests.ports import free_port
 from tests.processes import init_group, run_replicas
 from torch import nn
@@ -47,9 +48,11 @@ def deepspeed_model(stage: int, dtype: str):
     return model
 
 
-def train(number: int, port: int, stage: int, dtype: str, leader: bool) -> tuple[str, float]:
+def train(
+    number: int, port: int, stage: int, dtype: str, leader: bool, *, adapted: bool = True
+) -> tuple[str, float]:
     """The hash of Θ and the last loss; with α = 0 the masters end as Θ, and the parameters as it is rounded."""
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{port}"
+    meet_at(port)
     model = deepspeed_model(stage, dtype)
     engine = diloco.StreamingDiLoCo(
         model.module,
@@ -57,7 +60,7 @@ def train(number: int, port: int, stage: int, dtype: str, leader: bool) -> tuple
         schedule=diloco.Schedule(sync_every=6, num_fragments=1),
         mixing=0.0,
         wire="fp32",
-        masters=DeepSpeedMasters(model),
+        masters=DeepSpeedMasters(model) if adapted else None,
         exchange=diloco.connect(replica=number // 2, num_replicas=2, leader=leader, timeout_seconds=20),
     )
     data = torch.Generator().manual_seed(number)
@@ -78,23 +81,9 @@ def train(number: int, port: int, stage: int, dtype: str, leader: bool) -> tuple
 
 def train_without_masters(number: int, port: int) -> str:
     """The error that ends training."""
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{port}"
-    model = deepspeed_model(1, "bf16")
-    engine = diloco.StreamingDiLoCo(
-        model.module,
-        fragments=diloco.whole(model.module),
-        schedule=diloco.Schedule(sync_every=20, num_fragments=1),
-        mixing=0.0,
-        exchange=diloco.connect(replica=number // 2, num_replicas=2, leader=True, timeout_seconds=20),
-    )
-    data = torch.Generator().manual_seed(number)
     # Its own error, the other replica's, or that of a collective that the other process of the site has left.
     with pytest.raises((diloco.DilocoError, RuntimeError)) as undone:
-        for _ in range(41):
-            inputs = torch.randn(16, 8, generator=data).bfloat16()
-            model.backward((model(inputs).squeeze(1) - inputs.sum(1)).float().square().mean())
-            model.step()
-            engine.step()
+        train(number, port, 1, "bf16", True, adapted=False)
     dist.destroy_process_group()  # or the other process waits in it
     return str(undone.value)
 

@@ -129,7 +129,7 @@ def both(port: int) -> tuple[list[Any], str]:
 
 @pytest.fixture(scope="module")
 def without_ray() -> list[tuple[list[Any], str]]:
-    """What each of two replicas takes, and the hash of an undisturbed training."""
+    """The checkpoints that each of two replicas takes, and the hash of an undisturbed training."""
     pytest.importorskip("ray")
     return run_replicas(both, 2, free_port(), joined=False, imports=IMPORTS)
 

@@ -30,7 +30,7 @@ def hugging_face_json(tokenizer: Tokenizer) -> tuple[str, str]:
 
 def _backend(tokenizer: Tokenizer) -> Any:
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        return tokenizer.backend
+        return tokenizer.backend()
     if isinstance(tokenizer, SentencePieceTokenizer):
         return _pieces(tokenizer)
     assert isinstance(tokenizer, ByteTokenizer), f"a new kind of tokenizer: {tokenizer.name}"

@@ -32,8 +32,7 @@ from diloco.data.shards import (
     Split,
     check_shard,
     read_index,
-    read_settings,
-    read_shard,
+    read_record,
     shard_path,
     token_dtype,
     tokens_digest,
@@ -138,15 +137,10 @@ def _settings(config: DataConfig, shard_tokens: int) -> PreparationSettings:
     _check_disjoint(config)
     sources = [[source, fingerprint(source)] for source in (*config.train, *config.held_out)]
     return PreparationSettings(
-        train=config.train,
-        held_out=config.held_out,
-        held_out_fraction=config.held_out_fraction,
-        tokenizer=config.tokenizer,
+        **{name: getattr(config, name) for name in _CONFIGURED},
         tokenizer_file_digest=sha256(tokenizer_file(config.tokenizer)) if is_file(config.tokenizer) else "",
         source_digest=sha256(json.dumps(sources).encode()),
         shard_tokens=shard_tokens,
-        max_train_bytes=config.max_train_bytes,
-        text_field=config.text_field,
     )
 
 
@@ -180,7 +174,7 @@ def _claim(output: Path, settings: PreparationSettings) -> None:
 
 def _check_settings(output: Path, settings: PreparationSettings) -> None:
     """Refuse a directory that was prepared with other settings."""
-    earlier = read_settings(output / SETTINGS_FILE)
+    earlier = read_record(output / SETTINGS_FILE, PreparationSettings)
     for name, label in _LABELS.items():
         before, now = getattr(earlier, name), getattr(settings, name)
         if before != now:
@@ -191,7 +185,7 @@ def _check_settings(output: Path, settings: PreparationSettings) -> None:
             )
 
 
-_CONFIGURED = ("train", "held_out", "held_out_fraction", "max_train_bytes", "text_field", "tokenizer")
+_CONFIGURED = tuple(field.name for field in fields(PreparationSettings) if hasattr(DataConfig, field.name))
 """The settings of a prepared directory that `DataConfig` has, too."""
 
 _LABELS = {
@@ -325,7 +319,7 @@ def _finished_shards(directory: Path, split: Split, dtype: str) -> list[Shard]:
     paths = takewhile(Path.exists, (shard_path(directory, split, number, ".json") for number in count()))
     shards = []
     for path in paths:
-        shards.append(read_shard(path))
+        shards.append(read_record(path, Shard))
         check_shard(path.with_suffix(".bin"), shards[-1], dtype=dtype)
     return shards
 

@@ -149,34 +149,25 @@ def write_record(path: Path, record: PreparationSettings | Shard | Index) -> Non
     write_atomically(path, [json.dumps({"format": FORMAT, **asdict(record)}, indent=2).encode()])
 
 
-def read_settings(path: Path) -> PreparationSettings:
-    """Read the settings of a directory, complete or not.
-
-    Raises:
-        UserError: if the file can't be read, a value is of another type or out of its range, or the format is that
-            of another version of diloco.
-    """
-    return _read_record(path, PreparationSettings)
-
-
-def read_shard(path: Path) -> Shard:
-    """Read the counts of one shard; errors as for `read_settings`."""
-    return _read_record(path, Shard)
-
-
 def read_index(directory: Path) -> Index:
     """Read the index of a prepared directory.
 
     Raises:
-        UserError: if the directory is not complete; else as for `read_settings`.
+        UserError: if the directory is not complete; else as for `read_record`.
     """
     path = directory / INDEX_FILE
     if not path.is_file():
         raise UserError(f"{directory} has no {INDEX_FILE}: prepare it, or finish what was interrupted")
-    return _read_record(path, Index)
+    return read_record(path, Index)
 
 
-def _read_record(path: Path, kind: type[_Record]) -> _Record:
+def read_record(path: Path, kind: type[_Record]) -> _Record:
+    """Read a record as `write_record` wrote it.
+
+    Raises:
+        FileError: if the file can't be read, a value is of another type or out of its range, or the format is that
+            of another version of diloco.
+    """
     try:
         values = read_json(path, dict[str, Any])
         if values.pop("format", None) == FORMAT:

@@ -127,18 +127,12 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json` of Hugging Face's tokenizers library."""
 
     def __init__(self, path: Path) -> None:
-        from tokenizers import Tokenizer as Backend
-
-        content = _content(path)
+        self.name, self._content = path.name, _content(path)
+        self.digest = sha256(self._content)
         with _failures_named(f"{path} is not a tokenizer.json"):
-            self._backend = Backend.from_buffer(content)
-            # The file may switch them on.
-            self._backend.no_truncation()
-            self._backend.no_padding()
+            self._backend = self.backend()
             vocabulary = self._backend.get_vocab(with_added_tokens=True)
             bos = _find_bos(self._backend, vocabulary)
-        self.name, self._content = path.name, content
-        self.digest = sha256(content)
         if bos is None:
             raise UserError(f"{path} has no token to precede a document: add one of {', '.join(_BOS)}")
         self.bos_id = vocabulary[bos]
@@ -147,10 +141,11 @@ class HuggingFaceTokenizer:
         self._backend.add_special_tokens([bos])
         self._backend.encode_special_tokens = True
 
-    @property
     def backend(self) -> Any:
-        """A new tokenizer of the library, as the file defines it."""
-        backend = type(self._backend).from_buffer(self._content)
+        """A new tokenizer of the library, as the file defines it, but without truncation and padding."""
+        from tokenizers import Tokenizer as Backend
+
+        backend = Backend.from_buffer(self._content)
         backend.no_truncation()
         backend.no_padding()
         return backend

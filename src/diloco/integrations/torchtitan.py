@@ -6,7 +6,7 @@ torchrun starts this module as it starts `torchtitan.train`. The config file has
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any, cast
 
 from torch import nn
@@ -157,6 +157,23 @@ def _fragments(model: nn.Module, settings: DiLoCo) -> Fragments:
     return cut(model, layers_per_fragment=settings.layers_per_fragment, blocks="layers")
 
 
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("fault_tolerance.enable", bool, "joins the replicas by torchft, whose DiLoCo is another: set it to false"),
+    (
+        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+        bool,
+        "computes scales before a merge changes the parameters: set it to false",
+    ),
+    (
+        "parallelism.pipeline_parallel_degree",
+        lambda degree: degree > 1,
+        "cuts the model into parts, and the engine takes a whole one: set 1",
+    ),
+    ("debug.seed", lambda seed: seed is None, "starts replicas from different weights: set it, the same on all"),
+)
+"""Settings that contradict the engine, the values that do, and the reason."""
+
+
 def _checked(job_config: config.JobConfig) -> DiLoCo:
     """The section [diloco], where nothing else in the config contradicts it."""
     settings = getattr(job_config, "diloco", None)
@@ -165,24 +182,10 @@ def _checked(job_config: config.JobConfig) -> DiLoCo:
             "the config has no section [diloco]: set job.custom_config_module to diloco.integrations.torchtitan",
             "job.custom_config_module",
         )
-    refused = {
-        "fault_tolerance.enable": "joins the replicas by torchft, whose DiLoCo is another: set it to false",
-        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": "computes scales before a merge "
-        "changes the parameters: set it to false",
-    }
-    for name, reason in refused.items():
-        value: Any = job_config
-        for part in name.split("."):
-            value = getattr(value, part)
-        if value:
-            raise UserError(f"{name}=true {reason}", name)
-    if (degree := job_config.parallelism.pipeline_parallel_degree) > 1:
-        name = "parallelism.pipeline_parallel_degree"
-        raise UserError(
-            f"{name}={degree} cuts the model into parts, and the engine takes a whole one: set 1", name
-        )
-    if job_config.debug.seed is None:
-        raise UserError("set debug.seed, the same on all replicas: they start from the same weights", "debug.seed")
+    for name, is_refused, reason in _REFUSED:
+        value = reduce(getattr, name.split("."), cast(Any, job_config))
+        if is_refused(value):
+            raise UserError(f"{name}={str(value).lower()} {reason}", name)
     return cast(DiLoCo, settings)
 
 

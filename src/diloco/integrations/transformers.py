@@ -99,30 +99,20 @@ class DiLoCoCallback(TrainerCallback):
         optimizer.eval, optimizer.train = self._put_outer_in, self._take_outer_out
         self._training = True
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Count an inner step, one that a gradient scaler skipped too."""
         self.engine.step()
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
         """Refuse a Trainer that evaluates the replica's own parameters."""
         if self._training and self._outer is None:
             raise UserError("evaluation_loop must call self.optimizer.eval() first, as the Trainer's does: for Θ")
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
         """Give the model its own parameters back, before a checkpoint is saved."""
         self._take_outer_out()
 
-    def on_predict(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any, **kwargs: Any
-    ) -> None:
-        """Give the model its own parameters back."""
-        self._take_outer_out()
+    on_predict = on_evaluate
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -135,9 +125,7 @@ class DiLoCoCallback(TrainerCallback):
         if args.should_save:
             _save(_state_file(args, state), self.engine.state_dict(), self._hash_of_model())
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Merge what is in flight, and leave Θ in the model."""
         self._take_outer_out()
         self._training = False
