@@ -115,7 +115,8 @@ class TrainingProgress:
         if self._console.is_terminal:
             self._view.start()
             self._line.plain = self._status(metrics, self._steps)
-            self._bar.update(self._task, completed=self._run_step(metrics), eta=self._eta(metrics, self._steps))
+            completed = metrics.tokens / self._config.tokens_per_step  # steps of the global batch
+            self._bar.update(self._task, completed=completed, eta=self._eta(metrics, self._steps))
         elif self._is_time_for_a_line() or metrics.tokens >= self._config.num_tokens:
             line = f"{self._status(metrics, self._steps)}  {self._eta(metrics, self._steps)}"
             self._console.print(line, highlight=False, soft_wrap=True)
@@ -134,10 +135,6 @@ class TrainingProgress:
             f"compute utilization {steps.compute_utilization:.1%}  sent {megabytes(steps.bytes_sent)}"
             + "".join(f"  {part}" for part in _of_gpu(metrics.model_flops_utilization, metrics.peak_memory_bytes))
         )
-
-    def _run_step(self, metrics: StepMetrics) -> float:
-        """The run's progress, in steps of the global batch"""
-        return metrics.tokens / self._config.tokens_per_step
 
     def _eta(self, metrics: StepMetrics, steps: ReplicaSteps) -> str:
         seconds = steps.seconds_for(max(0, self._config.num_tokens - metrics.tokens))
