@@ -97,7 +97,7 @@ def _plan_measured(arguments: list[str]) -> None:
         """Print JSON."""
 
     with spelled(Command):
-        command = parsed_recipe(lambda config: Command(config=config), arguments, prog="diloco plan --measure")
+        command = parsed_recipe(Command, arguments, prog="diloco plan --measure")
         with prepared():
             _measure(command.config, target=command.target, json=command.json)
 
