@@ -157,6 +157,8 @@ simulate WALL_CLOCK --batch-tokens 1e-308 --json   => the result is no finite nu
 simulate step-seconds --num-params 0 --batch-tokens 1e6 --num-chips 64 --flops-per-chip 4e14 --mfu 1 => above 0
 """
 OF_A_RUN = """
+train laptop --resume RUN                          => was started with recipe=tiny, and now laptop is asked for
+export RUN --to hf --output x --push-to-hub me/it  => --push-to-hub=me/it, but HF_HUB_OFFLINE forbids to ask
 generate RUN --top-k 0                             => --top-k=0 must be at least 1
 chat RUN --max-tokens 0                            => --max-tokens=0 must be at least 1
 eval RUN --data nowhere.jsonl                      => nowhere.jsonl can't be read as questions: No such file
@@ -239,7 +241,8 @@ def test_the_page_shows_twenty():
 
 
 @pytest.mark.parametrize(("command", "words"), rows(OF_A_RUN))
-def test_a_mistake_about_a_finished_run(command, words, finished_run, capsys):
+def test_a_mistake_about_a_finished_run(command, words, finished_run, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert words in refusal(capsys, *command.replace("RUN", str(finished_run)).split())
 
 
