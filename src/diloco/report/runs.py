@@ -14,7 +14,6 @@ from diloco.report.page import BLACK, Chart, Lane, Points, Section, Series, Tabl
 from diloco.report.text import Label, differing_settings, duration, megabytes, short, shown_names
 from diloco.training.config.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
-from diloco.training.records.metrics import StepMetrics
 from diloco.training.records.summary import Summary
 from diloco.training.records.tail import Bin, ReplicaSteps, RunTail
 
@@ -57,19 +56,24 @@ def run_facts(run: RunTail) -> dict[str, str]:
 
 def summary_facts(summary: Summary) -> dict[str, str]:
     """The results of a run that is over, by name."""
-    facts = _results(
-        summary,
-        tokens_per_second=summary.tokens_per_second,
-        eval_loss=summary.eval_loss,
-        num_tokens=summary.num_tokens,
-        seconds=summary.wall_seconds,
-        compute_utilization=summary.compute_utilization,
-        bytes_sent=summary.bytes_sent_per_replica,
-        data_parallel_bytes=0 if summary.method == "data_parallel" else summary.data_parallel_bytes_per_replica,
+    is_baseline = summary.method == "data_parallel"
+    data_parallel_bytes = 0 if is_baseline else summary.data_parallel_bytes_per_replica
+    facts = _formatted(
+        {
+            "held-out loss": summary.eval_loss,
+            "bits per byte": summary.eval_bits_per_byte,
+            "tokens": summary.num_tokens,
+            "tokens/s": summary.tokens_per_second or None,
+            "compute utilization": summary.compute_utilization,
+            "time": summary.wall_seconds,
+            "MFU": summary.model_flops_utilization,
+            "memory": summary.peak_memory_bytes or None,
+            "sent per replica": summary.bytes_sent_per_replica or None,
+            _DATA_PARALLEL: data_parallel_bytes or None,
+        }
     )
     if summary.eval_standard_error is not None:
         facts["held-out loss"] += f" ± {summary.eval_standard_error:.4f}"
-    facts["bits per byte"] = f"{summary.eval_bits_per_byte:.4f}"
     trained, total = summary.num_trained_params, sum(part.tokens for part in summary.contributors.values())
     is_part = trained is not None and trained < summary.num_params
     shares = [f"{name} {part.tokens / total:.1%}" for name, part in summary.contributors.items()]
@@ -84,46 +88,46 @@ def summary_facts(summary: Summary) -> dict[str, str]:
 def _facts_so_far(run: RunTail, config: TrainConfig) -> dict[str, str]:
     first, last = run.first, run.last
     assert last is not None, "the run has begun"
-    data_parallel_bytes = _data_parallel_step_bytes(run, config) * first.num_steps
-    facts = _results(
-        last,
-        tokens_per_second=first.tokens_per_second,
-        eval_loss=run.eval_loss,
-        num_tokens=last.tokens,
-        seconds=first.seconds,
-        compute_utilization=first.compute_utilization,
-        bytes_sent=first.bytes_sent,
-        data_parallel_bytes=0 if config.method == "data_parallel" else data_parallel_bytes,
+    is_baseline = config.method == "data_parallel"
+    data_parallel_bytes = 0 if is_baseline else _data_parallel_step_bytes(run, config) * first.num_steps
+    facts = _formatted(
+        {
+            "held-out loss": run.eval_loss,
+            "tokens": last.tokens,
+            "tokens/s": first.tokens_per_second,
+            "compute utilization": first.compute_utilization,
+            "time": first.seconds,
+            "MFU": last.model_flops_utilization,
+            "memory": last.peak_memory_bytes or None,
+            "sent per replica": first.bytes_sent or None,
+            _DATA_PARALLEL: data_parallel_bytes or None,
+        }
     )
     return facts | {"replicas": str(_num_replicas(run, config) or "come and go")}
 
 
-def _results(
-    of_gpu: StepMetrics | Summary,
-    *,
-    eval_loss: float | None,
-    num_tokens: int,
-    tokens_per_second: float | None,
-    seconds: float,
-    compute_utilization: float,
-    bytes_sent: int,
-    data_parallel_bytes: float,
-) -> dict[str, str]:
-    """The results of a run that is over or goes on, by name; empty where they are not known."""
-    mfu, memory = of_gpu.model_flops_utilization, of_gpu.peak_memory_bytes
-    times = f", {data_parallel_bytes / bytes_sent:,.0f}× as much" if bytes_sent else ""
-    return {
-        "held-out loss": "" if eval_loss is None else f"{eval_loss:.4f}",
-        "bits per byte": "",
-        "tokens": f"{num_tokens:,}",
-        "tokens/s": f"{tokens_per_second:,.0f}" if tokens_per_second else "",
-        "compute utilization": f"{compute_utilization:.1%}",
-        "time": duration(seconds),
-        "MFU": "" if mfu is None else f"{mfu:.1%}",
-        "memory": megabytes(memory) if memory else "",
-        "sent per replica": megabytes(bytes_sent) if bytes_sent else "",
-        "Data-Parallel": f"would send {megabytes(data_parallel_bytes)}{times}" if data_parallel_bytes else "",
-    }
+def _formatted(results: Mapping[str, float | None]) -> dict[str, str]:
+    """The results of a run, in words, as far as they are known."""
+    facts = {name: _FORMATS[name](value) for name, value in results.items() if value is not None}
+    sent, data_parallel = results["sent per replica"], results[_DATA_PARALLEL]
+    if sent and data_parallel:
+        facts[_DATA_PARALLEL] += f", {data_parallel / sent:,.0f}× as much"
+    return facts
+
+
+_DATA_PARALLEL = "Data-Parallel"
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "held-out loss": "{:.4f}".format,
+    "bits per byte": "{:.4f}".format,
+    "tokens": "{:,}".format,
+    "tokens/s": "{:,.0f}".format,
+    "compute utilization": "{:.1%}".format,
+    "time": duration,
+    "MFU": "{:.1%}".format,
+    "memory": megabytes,
+    "sent per replica": megabytes,
+    _DATA_PARALLEL: lambda num_bytes: f"would send {megabytes(num_bytes)}",
+}
 
 
 def _num_replicas(run: RunTail, config: TrainConfig) -> int | None:
