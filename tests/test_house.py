@@ -57,8 +57,9 @@ def place(path: Path) -> str:
 
 
 @cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def nodes(path: Path) -> list[ast.AST]:
+    """All of a file's tree, which takes longer to walk than to look through."""
+    return [*ast.walk(ast.parse(path.read_text()))]
 
 
 def room(module: str) -> str:
@@ -75,11 +76,11 @@ def imported_modules(path: Path, *, for_types: bool) -> Iterator[tuple[int, str]
     """Line and name of each module of the package that a file imports, inside functions too."""
     only_types = {
         id(inner)
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for node in nodes(path)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if id(node) in only_types and not for_types:
             continue
         if isinstance(node, ast.Import):
@@ -131,7 +132,7 @@ def test_no_module_hides_behind_a_string_or_the_front_door():
     for path in sources():
         if place(path) in ENTRANCES:
             continue
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Import) and any(alias.name == "diloco" for alias in node.names):
                 wrong.append(f"{place(path)}:{node.lineno} imports the package itself")
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
@@ -151,7 +152,7 @@ def test_no_function_is_too_long():
     wrong = []
     for path in all_files():
         name = path.relative_to(ROOT).as_posix()
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 if length > MAX_FUNCTION_LINES:
@@ -161,7 +162,7 @@ def test_no_function_is_too_long():
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Line and text of each docstring, those of fields too."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)
@@ -185,7 +186,7 @@ def test_docstrings_begin_with_their_noun_or_verb():
 def test_variables_are_named_for_what_they_hold():
     wrong = []
     for path in all_files():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             match node:
                 case (
                     ast.arg(arg=name)
@@ -204,7 +205,7 @@ def test_only_the_command_line_spells_flags():
         f"{place(path)}:{node.lineno} {match[0]}"
         for path in sources()
         if room(module_name(path) + ".") != "cli"
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         for match in flag.finditer(node.value)
         if match[0] not in FOREIGN_FLAGS.get(place(path), ())
@@ -259,7 +260,7 @@ def test_torch_loads_nothing_but_weights():
     for path in all_files():
         if path.is_relative_to(ROOT / "tests"):
             continue
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             match node:
                 case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load"), keywords=keywords):
                     given = [ast.unparse(keyword) for keyword in keywords]

@@ -70,6 +70,6 @@ def test_the_wheel_trains_in_an_environment_of_its_own(
     installer = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet"]
     call(*installer, "--ignore-installed", "--disable-pip-version-check", built[0])
     assert call(python, "-c", "import diloco; print(diloco.__file__)").startswith(site_packages)
-    data = ["--data.train", small_corpus, "--data.held-out-fraction", "0.1"]
+    data = ["--data.train", small_corpus, "--data.held-out-fraction", "0.1", "--num-replicas", "1"]
     call(python.with_name("diloco"), "train", "tiny", "--name", "packaged", "--num-tokens", 20 * 8 * 64, *data)
     assert (tmp_path / "runs" / "packaged" / "summary.json").exists()

@@ -54,9 +54,6 @@ train tiny --data.train text.jsonl --data.held-out-fraction 0.9999 => 0.9999 lea
 train tiny --data.train text.jsonl --data.tokenizer short.txt => --data.tokenizer=short.txt is neither bytes
 train tiny --method data_parallel --diloco.sync-every 20 => --diloco.sync-every means nothing to data_parallel
 train tiny --diloco.wire int8:blok=128             => --diloco.wire=int8:blok=128: 'blok=128' is not an option
-train tiny --model.num-heads 3                     => --model.width=32 must be a multiple of twice --model.num-h
-sweep tiny --optimizer.learning-rate nan           => --optimizer.learning-rate must be above 0 and finite
-plan --measure tiny --evaluation.num-tokens 0      => --evaluation.num-tokens must be at least 1, not 0
 sweep tiny --num-replicas 3                        => --global-batch=8 must be a multiple of --num-replicas=3
 train tiny --num-tokens 1M --epochs 2              => --num-tokens=1M and --epochs=2 are two budgets
 train tiny --num-tokens                            => --num-tokens needs a value
@@ -131,13 +128,13 @@ scaling predict --num-params 1e308                 => must be from 1 to 1e15
 scaling predict --num-params 1e9 --sync-every 30   => --sync-every=30 chooses among the runs of --data
 scaling predict --num-params 1e9 --data none.csv   => none.csv can't be read: No such file
 
-simulate bandwidth SIZE OVERLAPPED --num-params -1 --preset PRESET  => --num-params must be above 0 and finite
-simulate bandwidth SIZE OVERLAPPED --targets 1.5 --preset PRESET    => --targets must be above 0 and at most 1
-simulate bandwidth SIZE OVERLAPPED --targets half --preset PRESET   => --targets: 'half' is no number
-simulate bandwidth SIZE OVERLAPPED --num-layers 100000000 --preset PRESET => 100,000,000 must be at most 10,000
-simulate bandwidth SIZE OVERLAPPED --seed -1 --preset PRESET        => --seed=-1 must be at least 0
-simulate bandwidth SIZE OVERLAPPED --num-steps 0 --preset PRESET    => --num-steps must be at least 1, not 0
-simulate bandwidth SIZE --method diloco --num-steps 90 --preset PRESET => --num-steps=90 with --sync-every=100
+simulate bandwidth SIZE OVERLAPPED --num-params -1  => --num-params must be above 0 and finite
+simulate bandwidth SIZE OVERLAPPED --targets 1.5    => --targets must be above 0 and at most 1
+simulate bandwidth SIZE OVERLAPPED --targets half   => --targets: 'half' is no number
+simulate bandwidth SIZE OVERLAPPED --num-layers 100000000 => 100,000,000 must be at most 10,000
+simulate bandwidth SIZE OVERLAPPED --seed -1        => --seed=-1 must be at least 0
+simulate bandwidth SIZE OVERLAPPED --num-steps 0    => --num-steps must be at least 1, not 0
+simulate bandwidth SIZE --method diloco --num-steps 90 => --num-steps=90 with --sync-every=100
 simulate bandwidth SIZE OVERLAPPED --latency-seconds                => --latency-seconds=() must be one number
 simulate bandwidth SIZE OVERLAPPED --num-replicas 100000            => --num-replicas must be from 1 to 256
 simulate bandwidth SIZE OVERLAPPED --seed 3                         => leave it out, or set --step-variation or
@@ -160,6 +157,8 @@ simulate WALL_CLOCK --batch-tokens 1e-308 --json   => the result is no finite nu
 simulate step-seconds --num-params 0 --batch-tokens 1e6 --num-chips 64 --flops-per-chip 4e14 --mfu 1 => above 0
 """
 OF_A_RUN = """
+train laptop --resume RUN                          => was started with recipe=tiny, and now laptop is asked for
+export RUN --to hf --output x --push-to-hub me/it  => --push-to-hub=me/it, but HF_HUB_OFFLINE forbids to ask
 generate RUN --top-k 0                             => --top-k=0 must be at least 1
 chat RUN --max-tokens 0                            => --max-tokens=0 must be at least 1
 eval RUN --data nowhere.jsonl                      => nowhere.jsonl can't be read: No such file
@@ -178,10 +177,8 @@ TRAINED = ("--name hot", "--rendezvous store")
 
 
 def rows(table: str) -> list[list[str]]:
-    """Each command and its sentence's key words; a line with PRESET stands for two."""
-    lines = [line for line in table.splitlines() if line]
-    lines = [line.replace("PRESET", preset) for line in lines for preset in ("physical", "paper")]
-    return [[part.strip() for part in line.split(" => ")] for line in dict.fromkeys(lines)]
+    """Each command and its sentence's key words."""
+    return [[part.strip() for part in line.split(" => ")] for line in table.splitlines() if line]
 
 
 def rows_of_the_page() -> list[Any]:
@@ -244,7 +241,8 @@ def test_the_page_shows_twenty():
 
 
 @pytest.mark.parametrize(("command", "words"), rows(OF_A_RUN))
-def test_a_mistake_about_a_finished_run(command, words, finished_run, capsys):
+def test_a_mistake_about_a_finished_run(command, words, finished_run, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert words in refusal(capsys, *command.replace("RUN", str(finished_run)).split())
 
 

@@ -94,7 +94,7 @@ def _mistake(kind: Callable[..., Any], arguments: Sequence[str], prog: str, *, h
             continue
         if not values:
             return f"{word} needs a value"
-        for value in values if argument.takes_many else values[:1]:
+        for value in values:
             if not argument.fits(value):
                 return f"{word} takes {argument.expected}, not {value!r}"
     fields = {field_of(word) for word, _ in given}
@@ -174,11 +174,6 @@ class Argument:
         return "--" + self.name.replace("_", "-") if self.is_flag else self.metavar or self.name.upper()
 
     @property
-    def takes_many(self) -> bool:
-        """True if several values may follow the flag."""
-        return any(get_origin(kind) is tuple for kind in _alternatives(self.kind))
-
-    @property
     def expected(self) -> str:
         """The values that it takes, in words."""
         scalars = _scalars(self.kind)
@@ -194,14 +189,10 @@ class Argument:
 _IN_WORDS = {int: "a whole number", float: "a number"}
 
 
-def _alternatives(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-
-
 def _scalars(kind: Any) -> list[Any]:
     """The types, and the choices of a Literal, that one word may be."""
     scalars = []
-    for one in _alternatives(kind):
+    for one in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
         if get_origin(one) is tuple:
             scalars += _scalars(get_args(one)[0])
         else:

@@ -15,11 +15,11 @@ from diloco.training.config.recipes import PAPER_RECIPES, RECIPES, recipe
 _Command = TypeVar("_Command")
 
 
-def parsed_recipe(command: Callable[[TrainConfig], _Command], arguments: Sequence[str], *, prog: str) -> _Command:
+def parsed_recipe(command: Callable[..., _Command], arguments: Sequence[str], *, prog: str) -> _Command:
     """The command that a command line asks for: its first argument names a recipe, the others change its fields.
 
     Args:
-        command: makes the command, a dataclass, of a recipe's config.
+        command: a dataclass with a field `config`.
         arguments: the command line.
         prog: the words before them.
 
@@ -29,7 +29,7 @@ def parsed_recipe(command: Callable[[TrainConfig], _Command], arguments: Sequenc
     """
     name, flags = named_recipe(arguments, prog=prog)
     config = recipe(name)
-    return changed(command(config), config, flags, prog=prog)
+    return changed(command(config=config), config, flags, prog=prog)
 
 
 def named_recipe(arguments: Sequence[str], *, prog: str) -> tuple[str, list[str]]:

@@ -112,7 +112,8 @@ def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks
     """
     from diloco.report.figures.drawing import draw_experiment, save
 
-    _check_table(one, output)
+    if table := _table_of_others(one, output):
+        raise UserError(f"{table} is of {_ANOTHER}: choose another output", "output", *_OF_THE_RUNS)
     rows: list[dict] = []
     with grid_progress(one.name) as on_progress:
         for results in run_grid(
@@ -130,12 +131,6 @@ def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks
         measured, verdict = one.finding(rows)
         print(f"{one.name} ({one.source}): {one.claim}\n  measured: {measured}\n  {verdict}")
     return sum("failed" in row for row in rows)
-
-
-def _check_table(one: Experiment, output: Path) -> None:
-    """Refuse to replace a table that has finished runs, and none of them this experiment's."""
-    if table := _table_of_others(one, output):
-        raise UserError(f"{table} is of {_ANOTHER}: choose another output", "output", *_OF_THE_RUNS)
 
 
 _OF_THE_RUNS = ("corpus", "held_out", "tier")

@@ -16,7 +16,6 @@ from diloco.simulator.planner import MIN_STEPS, Plan, Task, feasible, remedy
 
 if TYPE_CHECKING:
     from diloco.training.config.config import TrainConfig
-    from diloco.training.measure import Machines
 
 HELP = "what run a link allows: diloco plan --num-params N --num-layers L --step-seconds S --link-gbit-s G"
 ORDER = 2
@@ -98,7 +97,7 @@ def _plan_measured(arguments: list[str]) -> None:
         """Print JSON."""
 
     with spelled(Command):
-        command = parsed_recipe(lambda config: Command(config=config), arguments, prog="diloco plan --measure")
+        command = parsed_recipe(Command, arguments, prog="diloco plan --measure")
         with prepared():
             _measure(command.config, target=command.target, json=command.json)
 
@@ -133,17 +132,11 @@ def _measure_and_plan(config: "TrainConfig", target: float, train: str, json: bo
 
     machines = measure_machines(config)
     if int(os.environ["RANK"]) == 0:
-        replicas = _replicas_of(machines)
+        numbers = zip(machines.step_seconds, machines.link_gbit_s, machines.latency_seconds, strict=True)
+        replicas = tuple(Replica(step_seconds=s, gbit_s=g, latency_seconds=delay) for s, g, delay in numbers)
         if not json:
             _print_machines(replicas)
         _answer(_task_of(config, replicas, target=target), command=train, json=json)
-
-
-def _replicas_of(machines: "Machines") -> tuple[Replica, ...]:
-    numbers = zip(machines.step_seconds, machines.link_gbit_s, machines.latency_seconds, strict=True)
-    return tuple(
-        Replica(step_seconds=step, gbit_s=gbit_s, latency_seconds=delay) for step, gbit_s, delay in numbers
-    )
 
 
 def _print_machines(replicas: tuple[Replica, ...]) -> None:

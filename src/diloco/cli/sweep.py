@@ -57,7 +57,7 @@ class Command:
 def run(arguments: list[str]) -> None:
     """Run, or plan, the sweep of a command line."""
     with spelled(Command), hinted("call it again to go on"):
-        command = parsed_recipe(lambda config: Command(config=config), arguments, prog="diloco sweep")
+        command = parsed_recipe(Command, arguments, prog="diloco sweep")
         sweep = _sweep_of(command)
         if command.plan:
             _print_plan(sweep, command.cores or num_cores())

@@ -1,12 +1,11 @@
 """The section of an experiment: the claim, the finding, figures beside the paper's, and every run."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from diloco.errors import UserError
 from diloco.experiments.papers import EXPERIMENTS, experiment
-from diloco.experiments.papers.comparison import Row, finished
-from diloco.experiments.papers.experiment import Experiment, Panel
+from diloco.experiments.papers.comparison import finished
+from diloco.experiments.papers.experiment import Panel
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.rows import read_rows
 from diloco.report.page import Chart, Section, Series, Table
@@ -33,11 +32,7 @@ def experiment_section(path: Path) -> Section:
             if not isinstance(row.get(name), int | float):
                 value = row.get(name, "")
                 raise UserError(f"{path}, row {number}: {name} must be a number, not {value!r} (a decimal comma?)")
-    return section_of(experiment(path.stem, TIERS[rows[0]["tier"]]()), rows)
-
-
-def section_of(one: Experiment, rows: Sequence[Row]) -> Section:
-    """The section of an experiment with these rows."""
+    one = experiment(path.stem, TIERS[rows[0]["tier"]]())
     failed = len(rows) - len(finished(rows))
     runs = f"{len(rows)} of {len(one.runs)} runs" + (f", of which {failed} failed" if failed else "")
     measured, verdict = one.finding(rows) if finished(rows) else ("", "")

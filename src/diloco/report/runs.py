@@ -14,6 +14,7 @@ from diloco.report.page import BLACK, Chart, Lane, Points, Section, Series, Tabl
 from diloco.report.text import Label, differing_settings, duration, megabytes, short, shown_names
 from diloco.training.config.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
+from diloco.training.records.summary import Summary
 from diloco.training.records.tail import Bin, ReplicaSteps, RunTail
 
 LOSS = "training loss, last 5 %"
@@ -28,42 +29,19 @@ _TOKENS = "tokens"
 
 def run_facts(run: RunTail) -> dict[str, str]:
     """Progress, results and settings of a run, by name; what is not known yet is left out."""
-    last, config, summary = run.last, run.config, run.summary
-    if last is None or config is None:
+    if run.last is None or run.config is None:
         return {}
-    first = run.first
-    error = f" ± {summary.eval_standard_error:.4f}" if summary and summary.eval_standard_error else ""
-    known = summary or last
+    last, first, config = run.last, run.first, run.config
+    step = f"{last.step:,} of {config.num_steps:,}"
     facts = {
-        "step": f"{last.step:,} of {config.num_steps:,}"
-        if config.rendezvous is None
-        else f"{last.step:,}, {run.part:.1%} of the run",
+        "step": step if config.rendezvous is None else f"{last.step:,}, {run.part:.1%} of the run",
         "ETA": duration(run.eta_seconds) if run.eta_seconds is not None and run.standing == "running" else "",
-        LOSS: _loss_text(run.loss),
-        "held-out loss": _loss_text(run.eval_loss, error),
-        "bits per byte": _loss_text(summary and summary.eval_bits_per_byte),
-        "tokens": f"{summary.num_tokens if summary else last.tokens:,}",
-        "tokens/s": f"{run.tokens_per_second:,.0f}" if run.tokens_per_second else "",
-        "compute utilization": f"{first.compute_utilization:.1%}",
+        LOSS: f"{run.loss:.4f}",
+        **(_facts_so_far(run, config) if run.summary is None else summary_facts(run.summary)),
         "blocked": f"{first.blocked_seconds:.1f} s of {first.seconds:.0f} s",
-        "time": duration(first.seconds),
-        "MFU": f"{known.model_flops_utilization:.1%}" if known.model_flops_utilization is not None else "",
-        "memory": megabytes(known.peak_memory_bytes) if known.peak_memory_bytes else "",
-        "sent per replica": megabytes(first.bytes_sent) if first.bytes_sent else "",
         "merged per replica": megabytes(first.bytes_received) if first.bytes_received else "",
-        "Data-Parallel would send": _data_parallel_text(run, config),
         "in flight": _in_flight_text(run.in_flight()),
-        "outer hash": summary.outer_hash[:16] if summary else "",
-        **_settings(run, config),
-    }
-    return {name: value for name, value in facts.items() if value}
-
-
-def _settings(run: RunTail, config: TrainConfig) -> dict[str, str]:
-    facts = {
         "method": config.method,
-        "replicas": str(_num_replicas(run, config) or "come and go"),
-        "parameters": f"{run.summary.num_params:,}" if run.summary else "",
     }
     if config.method != "data_parallel":
         diloco = config.diloco
@@ -73,7 +51,83 @@ def _settings(run: RunTail, config: TrainConfig) -> dict[str, str]:
             "α": f"{diloco.mixing:g}",
         }
         facts |= {"wire": str(diloco.wire), "η": f"{diloco.outer_learning_rate:g}"}
+    return {name: value for name, value in facts.items() if value}
+
+
+def summary_facts(summary: Summary) -> dict[str, str]:
+    """The results of a run that is over, by name."""
+    is_baseline = summary.method == "data_parallel"
+    data_parallel_bytes = 0 if is_baseline else summary.data_parallel_bytes_per_replica
+    facts = _formatted(
+        {
+            "held-out loss": summary.eval_loss,
+            "bits per byte": summary.eval_bits_per_byte,
+            "tokens": summary.num_tokens,
+            "tokens/s": summary.tokens_per_second or None,
+            "compute utilization": summary.compute_utilization,
+            "time": summary.wall_seconds,
+            "MFU": summary.model_flops_utilization,
+            "memory": summary.peak_memory_bytes or None,
+            "sent per replica": summary.bytes_sent_per_replica or None,
+            _DATA_PARALLEL: data_parallel_bytes or None,
+        }
+    )
+    if summary.eval_standard_error is not None:
+        facts["held-out loss"] += f" ± {summary.eval_standard_error:.4f}"
+    trained, total = summary.num_trained_params, sum(part.tokens for part in summary.contributors.values())
+    is_part = trained is not None and trained < summary.num_params
+    shares = [f"{name} {part.tokens / total:.1%}" for name, part in summary.contributors.items()]
+    return facts | {
+        "contributors": ", ".join(shares),
+        "replicas": str(summary.num_replicas),
+        "parameters": f"{summary.num_params:,}" + (f", of which {trained:,} were trained" if is_part else ""),
+        "outer hash": summary.outer_hash[:16],
+    }
+
+
+def _facts_so_far(run: RunTail, config: TrainConfig) -> dict[str, str]:
+    first, last = run.first, run.last
+    assert last is not None, "the run has begun"
+    is_baseline = config.method == "data_parallel"
+    data_parallel_bytes = 0 if is_baseline else _data_parallel_step_bytes(run, config) * first.num_steps
+    facts = _formatted(
+        {
+            "held-out loss": run.eval_loss,
+            "tokens": last.tokens,
+            "tokens/s": first.tokens_per_second,
+            "compute utilization": first.compute_utilization,
+            "time": first.seconds,
+            "MFU": last.model_flops_utilization,
+            "memory": last.peak_memory_bytes or None,
+            "sent per replica": first.bytes_sent or None,
+            _DATA_PARALLEL: data_parallel_bytes or None,
+        }
+    )
+    return facts | {"replicas": str(_num_replicas(run, config) or "come and go")}
+
+
+def _formatted(results: Mapping[str, float | None]) -> dict[str, str]:
+    """The results of a run, in words, as far as they are known."""
+    facts = {name: _FORMATS[name](value) for name, value in results.items() if value is not None}
+    sent, data_parallel = results["sent per replica"], results[_DATA_PARALLEL]
+    if sent and data_parallel:
+        facts[_DATA_PARALLEL] += f", {data_parallel / sent:,.0f}× as much"
     return facts
+
+
+_DATA_PARALLEL = "Data-Parallel"
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "held-out loss": "{:.4f}".format,
+    "bits per byte": "{:.4f}".format,
+    "tokens": "{:,}".format,
+    "tokens/s": "{:,.0f}".format,
+    "compute utilization": "{:.1%}".format,
+    "time": duration,
+    "MFU": "{:.1%}".format,
+    "memory": megabytes,
+    "sent per replica": megabytes,
+    _DATA_PARALLEL: lambda num_bytes: f"would send {megabytes(num_bytes)}",
+}
 
 
 def _num_replicas(run: RunTail, config: TrainConfig) -> int | None:
@@ -83,25 +137,11 @@ def _num_replicas(run: RunTail, config: TrainConfig) -> int | None:
     return config.num_replicas if config.rendezvous is None else None
 
 
-def _loss_text(value: float | None, error: str = "") -> str:
-    return "" if value is None else f"{value:.4f}{error}"
-
-
 def _data_parallel_step_bytes(run: RunTail, config: TrainConfig) -> float:
     """Bytes that a replica would send at each step as a Data-Parallel one, as far as M is known."""
     summary = run.summary
     num_params = (summary.num_trained_params or summary.num_params) if summary else config.model.num_trained_params
     return ring_all_reduce_bytes(num_params, _num_replicas(run, config) or 1)
-
-
-def _data_parallel_text(run: RunTail, config: TrainConfig) -> str:
-    sent, first = run.first.bytes_sent, run.first
-    num_bytes = _data_parallel_step_bytes(run, config) * first.num_steps
-    if run.summary is not None:
-        num_bytes = run.summary.data_parallel_bytes_per_replica
-    if config.method == "data_parallel" or not num_bytes:
-        return ""
-    return megabytes(num_bytes) + (f", {num_bytes / sent:,.0f}× as much" if sent else "")
 
 
 def _in_flight_text(flights: Mapping[int, Mapping[int, int]]) -> str:

@@ -171,7 +171,7 @@ def _table(store: StoreTail, status: RunStatus, timeline: Timeline | None) -> Ta
             cells |= {"outer steps": f"{len(life.counted):,}"}
         cells |= {
             "lately": f"{one.counted} of {status.last}",
-            "tokens": f"{one.tokens:,}",
+            "tokens counted": f"{one.tokens:,}",
             "inner steps": f"{one.steps:,}",
             "steps/s": "–" if speed is None else f"{speed:.2f}",
             "slot": str(one.slot),

@@ -55,8 +55,10 @@ def labels(names: Sequence[str], configs: Sequence[TrainConfig | None]) -> list[
     settings = differing_settings(configs)
     if not 0 < len(settings) <= _MOST:
         return [Label(name, "") for name in names]
-    values = zip(*settings.values(), strict=True)
-    return [Label(name, _text(settings, row)) for name, row in zip(names, values, strict=True)]
+    shown = shown_names(settings)
+    rows = [zip(shown, row, strict=True) for row in zip(*settings.values(), strict=True)]
+    texts = [", ".join(f"{setting}={value}" for setting, value in row if value != "") for row in rows]
+    return list(map(Label, names, texts))
 
 
 def shown_names(names: Iterable[str]) -> list[str]:
@@ -64,10 +66,6 @@ def shown_names(names: Iterable[str]) -> list[str]:
     listed = [*names]
     last = [name.rpartition(".")[2] for name in listed]
     return [part if last.count(part) == 1 else name for part, name in zip(last, listed, strict=True)]
-
-
-def _text(names: Iterable[str], values: Iterable[Setting]) -> str:
-    return ", ".join(f"{n}={value}" for n, value in zip(shown_names(names), values, strict=True) if value != "")
 
 
 def short(labels: Sequence[Label]) -> list[str]:

@@ -12,13 +12,15 @@ from rich.text import Text
 
 from diloco.data.prepare import PrepareProgress, ProgressCallback
 from diloco.data.shards import read_index, total
+from diloco.report.runs import summary_facts
 from diloco.report.text import duration, megabytes, printable
+from diloco.schema import converted
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.forecast import Forecast
 from diloco.training.config.resolve import Budget
 from diloco.training.prepare import epoch_tokens
 from diloco.training.records.metrics import StepMetrics
-from diloco.training.records.summary import Outcome
+from diloco.training.records.summary import Outcome, Summary
 from diloco.training.records.tail import ReplicaSteps
 
 if TYPE_CHECKING:
@@ -113,7 +115,8 @@ class TrainingProgress:
         if self._console.is_terminal:
             self._view.start()
             self._line.plain = self._status(metrics, self._steps)
-            self._bar.update(self._task, completed=self._run_step(metrics), eta=self._eta(metrics, self._steps))
+            completed = metrics.tokens / self._config.tokens_per_step  # steps of the global batch
+            self._bar.update(self._task, completed=completed, eta=self._eta(metrics, self._steps))
         elif self._is_time_for_a_line() or metrics.tokens >= self._config.num_tokens:
             line = f"{self._status(metrics, self._steps)}  {self._eta(metrics, self._steps)}"
             self._console.print(line, highlight=False, soft_wrap=True)
@@ -133,10 +136,6 @@ class TrainingProgress:
             + "".join(f"  {part}" for part in _of_gpu(metrics.model_flops_utilization, metrics.peak_memory_bytes))
         )
 
-    def _run_step(self, metrics: StepMetrics) -> float:
-        """The run's progress, in steps of the global batch"""
-        return metrics.tokens / self._config.tokens_per_step
-
     def _eta(self, metrics: StepMetrics, steps: ReplicaSteps) -> str:
         seconds = steps.seconds_for(max(0, self._config.num_tokens - metrics.tokens))
         return "" if seconds is None else f"ETA {duration(seconds)}"
@@ -150,26 +149,11 @@ class TrainingProgress:
 
 
 def print_outcome(config: TrainConfig, outcome: Outcome, console: Console) -> None:
-    """Print the held-out loss, bytes beside Data-Parallel's, the run's directory, and a sample."""
-    summary = outcome.summary
-    sent, data_parallel = summary["bytes_sent_per_replica"], summary["data_parallel_bytes_per_replica"]
-    gpu = _of_gpu(summary["model_flops_utilization"], summary["peak_memory_bytes"])
-    error = f" ± {summary['eval_standard_error']:.4f}" if summary["eval_standard_error"] is not None else ""
-    rows = {
-        "held-out loss": f"{summary['eval_loss']:.4f}{error} nats a token (of the outer parameters)",
-        "bits per byte": f"{summary['eval_bits_per_byte']:.4f}",
-        "trained on": f"{summary['num_tokens']:,} tokens in {summary['wall_seconds']:.0f} s: "
-        f"{summary['num_trained_params']:,} parameters, {summary['num_replicas']} replicas",
-        "speed": ", ".join([f"{summary['tokens_per_second']:,.0f} tokens/s", *gpu]),
-        **({"contributors": _shares(summary["contributors"])} if "contributors" in summary else {}),
-        "compute utilization": f"{summary['compute_utilization']:.1%}",
-        "sent per replica": megabytes(sent),
-        **({"Data-Parallel": _of_data_parallel(data_parallel, sent)} if data_parallel else {}),
-        "outer hash": summary["outer_hash"][:16],
-        "files": str(config.directory),
-    }
-    for name, value in rows.items():
-        console.print(f"{name:21}{value}", highlight=False, markup=False, soft_wrap=True)
+    """Print the results, the run's directory, and a sample."""
+    facts = summary_facts(converted(outcome.summary, Summary, source="the summary"))
+    for name, value in {**facts, "files": str(config.directory)}.items():
+        if value:
+            console.print(f"{name:21}{value}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"\nThe model writes:\n\n{printable(outcome.sample)}", highlight=False, markup=False)
 
 
@@ -177,16 +161,6 @@ def _of_gpu(model_flops_utilization: float | None, peak_memory_bytes: int | None
     """A GPU's utilization and memory, as far as they are known."""
     mfu, peak = model_flops_utilization, peak_memory_bytes
     return ([] if mfu is None else [f"MFU {mfu:.1%}"]) + ([] if peak is None else [f"memory {megabytes(peak)}"])
-
-
-def _of_data_parallel(data_parallel: float, sent: float) -> str:
-    more = f", {data_parallel / sent:,.0f}× as much" if sent else ""
-    return f"would have sent {megabytes(data_parallel)} in FP32{more}"
-
-
-def _shares(contributors: Mapping[str, Mapping[str, int]]) -> str:
-    total = sum(part["tokens"] for part in contributors.values())
-    return ", ".join(f"{name} {part['tokens'] / total:.1%}" for name, part in contributors.items())
 
 
 def start_lines(config: TrainConfig, budget: Budget | None) -> Iterator[str]:

@@ -17,8 +17,8 @@ from diloco.training.records.tail import RunTail
 if TYPE_CHECKING:
     from diloco.experiments.runner.grid import GridProgress
 
-_WITHOUT_ROOM = ("bits per byte", "time")
-"""Columns that a terminal leaves out."""
+_WITHOUT_ROOM = ("bits per byte", "tokens", "time")
+"""Columns of a comparison of runs that a terminal leaves out."""
 
 
 def page_view(page: Page) -> RenderableType:
@@ -29,10 +29,12 @@ def page_view(page: Page) -> RenderableType:
 
 def section_view(section: Section) -> RenderableType:
     """A section without its charts."""
-    facts = Table(box=None, show_header=False)
-    for name, value in section.facts.items():
-        facts.add_row(Text(name), Text(value))
-    parts: list[RenderableType] = [Text(": ".join(filter(None, (section.title, section.standing)))), facts]
+    parts: list[RenderableType] = [Text(": ".join(filter(None, (section.title, section.standing))))]
+    if section.facts:
+        facts = Table(box=None, show_header=False)
+        for name, value in section.facts.items():
+            facts.add_row(Text(name), Text(value))
+        parts.append(facts)
     if section.table is not None:
         table = Table(box=None, header_style="bold")
         shown = [index for index, name in enumerate(section.table.columns) if name not in _WITHOUT_ROOM]
