@@ -79,7 +79,7 @@ def measure_times(arguments: argparse.Namespace) -> None:
                     lines.write(json.dumps(rows[-1]) + "\n")
     print(
         "| Mbit/s | round trip ms | the rule s | send to decided s, p50 | p99 | last send to decided s, p50 | p99 "
-        "| within the rule | contributors | requests a round | kB up | kB down |"
+        "| within the rule | contributors | requests per round | kB up | kB down |"
     )
     print("|---" * 12 + "|")
     for row in sorted(rows, key=lambda row: (row["mbit_s"], row["latency_ms"])):

@@ -10,7 +10,7 @@ decided.
 
 Other users of the machine must not matter. So goodput is the survivor's steps over those of a control, a replica
 of the same settings that trains beside them in a directory of its own, relative to the same without faults. A
-second measure is the survivor's steps a second relative to those without faults, of the seconds in which it did
+second measure is the survivor's steps per second relative to those without faults, of the seconds in which it did
 not wait for a processor, as Linux counts them in schedstat; a slower processor changes it. The longest step() and
 the share of time in it are given with that wait and, in brackets, without.
 

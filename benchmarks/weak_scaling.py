@@ -3,7 +3,7 @@
     python benchmarks/weak_scaling.py [--link-gbit-s 1.0] [--overlap-steps 5] …
 
 Each replica brings a machine and a link of its own, and a step takes as long for any number of replicas. `speed`
-is the run's tokens a second over those of one replica without exchange: M · compute utilization.
+is the run's tokens per second over those of one replica without exchange: M · compute utilization.
 """
 
 import argparse

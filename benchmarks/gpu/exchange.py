@@ -75,7 +75,7 @@ def _replica(
 
 
 def _bandwidth(place: Place, exchange: diloco.ProcessGroupExchange, is_pinned: bool) -> Row:
-    """Payload bytes a second in each direction, of 64 MiB from where the transport sends."""
+    """Payload bytes per second in each direction, of 64 MiB from where the transport sends."""
     num, rounds = place.size(1 << 26, 1 << 16), count(1)
     payload = torch.zeros(num, dtype=torch.uint8, device=exchange.device, pin_memory=is_pinned)
     seconds = []

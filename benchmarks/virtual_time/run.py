@@ -60,14 +60,14 @@ class Row:
     setting: str
     seed: int
     eval_loss: float
-    """Held-out loss of Θ, nats a token."""
+    """Held-out loss of Θ, nats per token."""
     eval_standard_error: float
     counted_tokens: int
     """Tokens that the outer steps have counted."""
     read_tokens: int
     """Tokens that all replicas have read."""
     rounds: float
-    """Outer steps a fragment."""
+    """Outer steps per fragment."""
     contributors: float
     """Contributions an outer step."""
     staleness: float

@@ -42,7 +42,7 @@ STEPS = 48
 
 @pytest.fixture(scope="module")
 def config(small_corpus, tmp_path_factory) -> TrainConfig:
-    """A run that takes milliseconds a step; it begins with two replicas."""
+    """A run that takes milliseconds per step; it begins with two replicas."""
     folder = tmp_path_factory.mktemp("elastic")
     asked = replace(
         recipe("tiny"),
@@ -270,7 +270,7 @@ def test_the_shards_of_a_machine_are_one_replica(config, tmp_path):
     assert {leave.finished for leave in bodies(run.rendezvous, Leave)} == {True}
     replay = replayed(run.rendezvous, initial=initial_parameters)
     rates = {member.name: member.tokens / member.steps for member in replay.state.members}
-    assert rates == {"a": 8 * 32, "b": 4 * 32}, "tokens a step of the whole replica"
+    assert rates == {"a": 8 * 32, "b": 4 * 32}, "tokens per step of the whole replica"
     totals = {name: summary(tmp_path / name) for name in "ab"}
     assert parameters_hash(replay.parameters()) in {total["outer_hash"] for total in totals.values()}
     assert totals["a"]["shards_per_replica"] == 2 and totals["a"]["eval_loss"] < 5

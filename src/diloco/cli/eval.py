@@ -89,7 +89,7 @@ def _files(tasks: str, data: tuple[Path, ...]) -> dict[str, Path | None]:
 def _print_result(result: Mapping[str, Any]) -> None:
     print(f"{result['run']}, {result['parameters']} parameters after step {result['step']}")
     error = f" ± {result['eval_standard_error']:.4f}" if result["eval_standard_error"] is not None else ""
-    print(f"held-out loss   {result['eval_loss']:.4f}{error} nats a token, {result['eval_tokens']:,} tokens")
+    print(f"held-out loss   {result['eval_loss']:.4f}{error} nats per token, {result['eval_tokens']:,} tokens")
     print(f"bits per byte   {result['eval_bits_per_byte']:.4f}")
     for name, scores in result["tasks"].items():
         for metric, value in scores.items():

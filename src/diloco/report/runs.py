@@ -249,13 +249,13 @@ def _loss_charts(runs: Sequence[_Named]) -> list[Chart]:
             mean.points = [*before, _point(run.summary.num_tokens, run.summary.eval_loss)]
     return [
         Chart(
-            title="Training loss, nats a token",
+            title="Training loss, nats per token",
             x=_TOKENS,
             series=_means(runs, _loss, lambda steps: steps.loss, lambda run: run.loss),
             about="The number is the mean over the last 5 % of the steps.",
         ),
         Chart(
-            title="Held-out loss, nats a token",
+            title="Held-out loss, nats per token",
             x=_TOKENS,
             series=held_out,
             about="Loss of the outer parameters on text that is not trained on.",

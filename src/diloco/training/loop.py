@@ -150,7 +150,7 @@ class _Run:
                 self.on_step(metrics)
 
     def held_out_loss(self) -> float:
-        """Mean loss of the outer parameters on this replica's share of the held-out text, nats a token."""
+        """Mean loss of the outer parameters on this replica's share of the held-out text, nats per token."""
         measured = evaluate(self.state, self.config, self.world, self.held_out, together=False)
         total, count = (
             self.world.over_ranks(value) for value in (measured.loss * measured.num_tokens, measured.num_tokens)

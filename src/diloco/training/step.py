@@ -152,7 +152,7 @@ def inner_step(
     """Train on a batch, int64 (B, T+1), at a learning rate, and wait for it.
 
     Returns:
-        The replica's loss, nats a token, and its gradient norm before clipping.
+        The replica's loss, nats per token, and its gradient norm before clipping.
 
     Raises:
         TrainingError: if one of them is not finite; no parameter has changed then.

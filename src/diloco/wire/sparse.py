@@ -62,7 +62,7 @@ class _Sparse(formats.Sparse, Codec):
         return self.are_places(body[:end], num_elements) & are_values
 
     def are_places(self, body: UInt8[Tensor, "bytes"], num_elements: int) -> Bool[Tensor, ""]:
-        """Whether `pack_places` can have written these bytes; True where it writes none."""
+        """True if `pack_places` can have written these bytes, and where it writes none."""
         return torch.ones((), dtype=torch.bool, device=body.device)
 
     @abstractmethod
@@ -120,7 +120,7 @@ class TopK(formats.TopK, _Sparse):
         return place_k.clamp(0, max(0, num_elements - 1)), is_sound
 
     def are_places(self, body: UInt8[Tensor, "bytes"], num_elements: int) -> Bool[Tensor, ""]:
-        """Whether so many places are named, ascending and all in the vector."""
+        """True if so many places are named, ascending and all in the vector."""
         return self.unpack_places(body, num_elements, Key())[1]
 
 

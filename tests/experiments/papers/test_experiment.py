@@ -69,7 +69,7 @@ def test_a_run_takes_the_time_of_its_compute_and_its_all_reduces():
         ROWS, lambda row: row["method"], lambda row: 2 * (row["method"] != "Data-Parallel"), lambda _: 10
     )
     assert [panel.title.split()[0] for panel in panels] == ["10", "100", "400"], "the slowest first"
-    chips = 63  # 6·N·B/Q = 62.9 chip seconds a step
+    chips = 63  # 6·N·B/Q = 62.9 chip seconds per step
     compute = 6 * N * BATCH / 300e12 / chips
     outer = 2 * N * 16 / 10e9 * (1 - 1 / chips) + 1e-2
     inner = 2 * N * 16 / 400e9 * (1 - 2 / chips) + 1e-4

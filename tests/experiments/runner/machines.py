@@ -70,7 +70,7 @@ class FakeMachine:
 
 
 class Valley(FakeMachine):
-    """A loss that is lowest at a learning rate of 0.01, a batch of 4096 tokens a replica, and η = 0.6.
+    """A loss that is lowest at a learning rate of 0.01, a batch of 4096 tokens per replica, and η = 0.6.
 
     Runs of `failing` replicas fail.
     """

@@ -27,7 +27,7 @@ class Panel:
 
     title: str
     x_label: str
-    y_label: str = "held-out loss, nats a token"
+    y_label: str = "held-out loss, nats per token"
     curves: Mapping[str, Sequence[Point]]
     """Points by the label of their curve."""
     x_log: bool = False

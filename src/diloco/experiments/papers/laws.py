@@ -33,7 +33,7 @@ def sync_cadence(tier: Tier) -> Experiment:
 
     def panels(rows: Sequence[Row]) -> list[Panel]:
         best = at_best(rows, "outer_learning_rate", "size", "replicas", "H")
-        labels = {"x_label": "H, inner steps a round", "x_log": True}
+        labels = {"x_label": "H, inner steps per round", "x_log": True}
         first = tier.cadence_grids[0]
         of_first = chosen(rows, size=first.size, replicas=first.replicas)
         return [

@@ -124,7 +124,9 @@ def _at(rows: Sequence[Row], batch: float) -> list[Row]:
 
 def _batch_title(tier: Tier, batch: float) -> str:
     return (
-        f"here, {tier.run(batch=batch).tokens_per_step:,} tokens a step" if len(tier.step_batches) > 1 else "here"
+        f"here, {tier.run(batch=batch).tokens_per_step:,} tokens per step"
+        if len(tier.step_batches) > 1
+        else "here"
     )
 
 
@@ -445,7 +447,7 @@ def sync_every(tier: Tier) -> Experiment:
         source="Figure 12",
         runs=over_seeds(tier, runs),
         panels=lambda rows: [
-            Panel(title="", x_label="H, inner steps a round", x_log=True, curves=curves(rows, "H", "method"))
+            Panel(title="", x_label="H, inner steps per round", x_log=True, curves=curves(rows, "H", "method"))
         ],
         finding=finding,
     )

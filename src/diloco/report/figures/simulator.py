@@ -216,7 +216,7 @@ def wall_clock() -> "Figure":
         f"{name}: {network.gbit_s:g} Gbit/s between sites": [line(m, name) for m in (0, 1, 2, 4, 8)]
         for name, network in NETWORKS.items()
     }
-    return draw_lines(panels, x_label="wall-clock, hours", y_label="held-out loss, nats a token", markers=True)
+    return draw_lines(panels, x_label="wall-clock, hours", y_label="held-out loss, nats per token", markers=True)
 
 
 FIGURES: dict[str, Callable[[], "Figure"]] = {

@@ -212,8 +212,8 @@ def forecast_lines(config: TrainConfig, forecast: Forecast) -> Iterator[str]:
     if config.rendezvous is not None:
         own_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
         yield (
-            f"       of all replicas that join; this one reads {own_tokens:,} tokens a step, and alone would take "
-            f"{-(-config.num_tokens // own_tokens):,} steps"
+            f"       of all replicas that join; this one reads {own_tokens:,} tokens per step, and alone would "
+            f"take {-(-config.num_tokens // own_tokens):,} steps"
         )
     yield _rate_line(config)
     yield _syncs_line(config, forecast)

@@ -50,7 +50,7 @@ class StepMetrics:
     tokens: Count
     """Tokens that all replicas together have trained on so far."""
     loss: float
-    """Cross-entropy of this replica's batch, nats a token."""
+    """Cross-entropy of this replica's batch, nats per token."""
     learning_rate: float
     """Learning rate of the inner optimizer."""
     grad_norm: float
@@ -66,7 +66,7 @@ class StepMetrics:
     outer_steps: tuple[OuterStepMetrics, ...] = ()
     """The outer steps taken."""
     mean_loss: float | None = None
-    """Mean loss of all replicas between two syncs, nats a token, where the second of them was merged."""
+    """Mean loss of all replicas between two syncs, nats per token, where the second of them was merged."""
     engine: Mapping[str, float] = field(default_factory=dict)
     """The engine's `logs()`, once a round: when fragment 0 was merged."""
     model_flops_utilization: float | None = None
@@ -74,7 +74,7 @@ class StepMetrics:
     peak_memory_bytes: Count | None = None
     """The most memory of the GPU that tensors of this process have taken so far."""
     eval_loss: float | None = None
-    """Held-out loss of the outer parameters, nats a token, if it was measured after this step."""
+    """Held-out loss of the outer parameters, nats per token, if it was measured after this step."""
 
 
 def describe(

@@ -74,7 +74,7 @@ class Summary:
     num_steps: Annotated[int, msgspec.Meta(ge=1)]
     """T."""
     eval_loss: float
-    """Held-out loss of the outer parameters, nats a token."""
+    """Held-out loss of the outer parameters, nats per token."""
     eval_standard_error: float | None
     """Standard error of that loss over sequences; None for a single one."""
     eval_bits_per_byte: float
@@ -144,7 +144,7 @@ def evaluate(
 def window_losses(
     model: LanguageModel, held_out: TokenShards, windows: Sequence[int], config: TrainConfig, device: torch.device
 ) -> list[float]:
-    """The mean loss of each window, nats a token, by forward passes of `evaluation.batch` of them."""
+    """The mean loss of each window, nats per token, by forward passes of `evaluation.batch` of them."""
     size, length = config.evaluation.batch, config.sequence_length
     batches = (
         np.stack([held_out.window(window, length) for window in windows[start : start + size]])
