@@ -19,8 +19,8 @@ def test_payloads_before_the_last_two_snapshots_go_and_what_may_count_stays():
     log.add(Snapshot(fragment=0, round=1, sha256=A), 0)
     assert retirable(log.state, names) == []
     log.add(Snapshot(fragment=0, round=3, sha256=B), 0)
-    shard = "payloads/0/00000000/3"
-    assert retirable(log.state, [*names, shard]) == [*payloads((0, 0), (1, 0)), shard]
+    share = "payloads/0/00000000-3"
+    assert retirable(log.state, [*names, share]) == [*payloads((0, 0), (1, 0)), share]
     log.add(Snapshot(fragment=0, round=4, sha256=C), 0)
     log.join("b")
     gone = payloads((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 5), (1, 6))

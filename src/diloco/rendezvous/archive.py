@@ -87,7 +87,7 @@ def _contradiction(index: Index, number: int) -> str:
     return "" if all(ref.body.contributions for ref in refs) else "it has an outer entry without contributions"
 
 
-_PAYLOAD = re.compile(r"payloads/(\d{1,10})/(\d{1,20})(?:[-/].*)?")
+_PAYLOAD = re.compile(r"payloads/(\d{1,10})/(\d{1,20})(?:-\d{1,10})?")
 _AVERAGE = re.compile(r"averages/(\d{10})/\d{1,10}")
 _SNAPSHOT = re.compile(r"snapshots/(\d{1,10})/(\d{1,20})-([0-9a-f]{64})")
 _INDEX = re.compile(r"index/(\d{10})")
