@@ -222,7 +222,7 @@ class Seat:
 
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
         _, digest = seal_snapshot(vectors)
-        self.log.append(Snapshot(fragment=fragment, round=round, sha256=(digest,)), self.replica)
+        self.log.append(Snapshot(fragment=fragment, round=round, sha256=digest), self.replica)
         name = snapshot_name(fragment, round, digest)
         self.log.snapshots[fragment] = StoredSnapshot(round=round, name=name, vectors=vectors)
         later = [d for d in self.log.decisions if d.fragment != fragment or d.round > round]

@@ -169,7 +169,7 @@ class Handwritten:
         buffers, sha256 = seal_snapshot({name: torch.from_numpy(v.copy()) for name, v in vectors.items()})
         last_round = self.state.fragments[p].round
         self.path(snapshot_name(p, last_round, sha256)).write_bytes(b"".join(buffers))
-        return self.append(Snapshot(fragment=p, round=last_round, sha256=(sha256,)), author=author)
+        return self.append(Snapshot(fragment=p, round=last_round, sha256=sha256), author=author)
 
     def index(self, *, author: int = 0, **changes) -> int:
         made = Index(author=author, state=replace(self.state, **changes))

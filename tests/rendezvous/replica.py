@@ -131,7 +131,7 @@ class Replica:
             content = np.concatenate([self.outer.theta[p], self.outer.velocity[p]]).tobytes()
             name = f"snapshots/{p}/{log.round}-{sha256(content)}"
             self.store.create(name, content, fault)
-            self.append(Snapshot(fragment=p, round=log.round, sha256=(sha256(content),)), fault)
+            self.append(Snapshot(fragment=p, round=log.round, sha256=sha256(content)), fault)
 
     def write_index(self, fault: Fault) -> None:
         """Write an index, and retire what it makes superfluous."""
@@ -226,9 +226,7 @@ class Replica:
         older = len(self.store.objects) % 2  # either of the last two snapshots will do
         for p, log in enumerate(self.state.fragments):
             for ref in log.snapshots[-1 - older :][:1]:
-                content = np.frombuffer(
-                    self.store.objects[f"snapshots/{p}/{ref.round}-{ref.sha256[0]}"], np.float32
-                )
+                content = np.frombuffer(self.store.objects[f"snapshots/{p}/{ref.round}-{ref.sha256}"], np.float32)
                 self.outer.theta[p], self.outer.velocity[p] = content[:NUM_ELEMENTS], content[NUM_ELEMENTS:]
             first = log.snapshots[-1 - older :][0].round if log.snapshots else 0
             for ref in log.since:

@@ -1,5 +1,4 @@
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
@@ -26,10 +25,9 @@ def test_a_race_has_one_winner_whose_bytes_all_read():
         assert str(refusal(laps)).startswith(reason)
 
 
-def test_a_directory_is_sound_at_once(tmp_path: Path):
-    store, started = Store.open(str(tmp_path)), time.monotonic()
+def test_a_directory_is_sound(tmp_path: Path):
+    store = Store.open(str(tmp_path))
     asyncio.run(assert_sound(store))
-    assert time.monotonic() - started < 10
     assert asyncio.run(store.list("")) == []
 
 

@@ -31,7 +31,7 @@ class OneObject:
 
 
 def state_with(*rounds: int) -> SimpleNamespace:
-    refs = [SnapshotRef(round=last_round, number=30 + last_round, sha256=(DIGEST,)) for last_round in rounds]
+    refs = [SnapshotRef(round=last_round, number=30 + last_round, sha256=DIGEST) for last_round in rounds]
     return SimpleNamespace(fragments=[SimpleNamespace(snapshots=refs)])
 
 

@@ -28,7 +28,7 @@ BODIES = [
     Create(format=FORMAT, rules=Rules(num_fragments=3), facts={"H": [1, None, "é"]}, creator=A, allowed=(A,)),
     Join(name="gpu-0.home", key=A),
     Outer(fragment=1, round=1, before="0" * 16, contributions=(LOG.contribution(1, 1, norm=1e-7),)),
-    Snapshot(fragment=0, round=3, sha256=(A, "b" * 64)),
+    Snapshot(fragment=0, round=3, sha256="b" * 64),
     Leave(finished=True),
     Keys(allowed=(A,), revoked=()),
 ]

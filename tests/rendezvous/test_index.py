@@ -16,8 +16,8 @@ A = "a" * 64
 @pytest.fixture
 def state() -> RunState:
     log = Log(num_fragments=2, max_stale=2).join("a", "b", "c").rounds(5, 0, 1).rounds(2, 1, 2, fragment=1)
-    log.add(Snapshot(fragment=0, round=2, sha256=(A,)), 0)
-    log.add(Snapshot(fragment=0, round=4, sha256=(A,)), 0)
+    log.add(Snapshot(fragment=0, round=2, sha256=A), 0)
+    log.add(Snapshot(fragment=0, round=4, sha256=A), 0)
     log.add(Leave(finished=False), 2)
     return log.join("a").state
 

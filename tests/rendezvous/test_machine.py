@@ -56,9 +56,9 @@ def outer(log: Log, *contributions, **changes) -> Outer:
             -1,
             "a second time",
         ),
-        (lambda log: Snapshot(fragment=0, round=4, sha256=(A,)), 0, "snapshot of round 4"),
-        (lambda log: Snapshot(fragment=0, round=0, sha256=(A,)), 0, "snapshot of round 0"),
-        (lambda log: Snapshot(fragment=2, round=1, sha256=(A,)), 0, "fragment 2, and there are 2"),
+        (lambda log: Snapshot(fragment=0, round=4, sha256=A), 0, "snapshot of round 4"),
+        (lambda log: Snapshot(fragment=0, round=0, sha256=A), 0, "snapshot of round 0"),
+        (lambda log: Snapshot(fragment=2, round=1, sha256=A), 0, "fragment 2, and there are 2"),
     ],
 )
 def test_an_entry_that_is_not_valid_is_refused_with_its_number(log, body, author, reason):
@@ -72,7 +72,7 @@ def test_an_entry_follows_the_one_before_it(log):
         log.state.after(entry, sha256(b""))
 
 
-@pytest.mark.parametrize("body", [Leave(finished=False), Snapshot(fragment=0, round=2, sha256=(A,))])
+@pytest.mark.parametrize("body", [Leave(finished=False), Snapshot(fragment=0, round=2, sha256=A)])
 def test_who_has_left_or_was_fenced_writes_nothing(log, body):
     log.add(Leave(finished=False), 0)
     log.join("b")
@@ -114,7 +114,7 @@ def test_the_creator_alone_changes_the_allow_list_and_a_revoked_key_shuts_out_at
 
 def test_snapshots_and_what_is_replayed_after_the_first_of_the_last_two(log):
     for round_ in (1, 2, 3):
-        log.add(Snapshot(fragment=0, round=round_, sha256=(A,)), 0)
+        log.add(Snapshot(fragment=0, round=round_, sha256=A), 0)
         rounds = [ref.body.round for ref in log.state.fragments[0].since]
         assert rounds == {1: [1, 2, 3], 2: [2, 3], 3: [3]}[round_]
     assert [ref.round for ref in log.state.fragments[0].snapshots] == [2, 3]

@@ -1,4 +1,4 @@
-"""What a user is refused before a replica has joined: a store, an argument, a run's settings, a key."""
+"""Refusals before a replica has joined: of a store, an argument, the settings of a run, a key."""
 
 import re
 import shutil

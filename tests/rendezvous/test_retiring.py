@@ -16,12 +16,12 @@ def test_payloads_before_the_last_two_snapshots_go_and_what_may_count_stays():
     log = Log(num_fragments=2).join("a", "b").rounds(4, 0, 1).rounds(1, 0, 1, fragment=1)
     names = payloads(*((replica, seq) for replica in (0, 1, 2) for seq in range(7)))
     assert retirable(log.state, names) == [], "without snapshots everything is replayed"
-    log.add(Snapshot(fragment=0, round=1, sha256=(A,)), 0)
+    log.add(Snapshot(fragment=0, round=1, sha256=A), 0)
     assert retirable(log.state, names) == []
-    log.add(Snapshot(fragment=0, round=3, sha256=(B,)), 0)
-    shard = "payloads/0/00000000/3"
-    assert retirable(log.state, [*names, shard]) == [*payloads((0, 0), (1, 0)), shard]
-    log.add(Snapshot(fragment=0, round=4, sha256=(C,)), 0)
+    log.add(Snapshot(fragment=0, round=3, sha256=B), 0)
+    share = "payloads/0/00000000-3"
+    assert retirable(log.state, [*names, share]) == [*payloads((0, 0), (1, 0)), share]
+    log.add(Snapshot(fragment=0, round=4, sha256=C), 0)
     log.join("b")
     gone = payloads((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 5), (1, 6))
     assert retirable(log.state, names) == gone, "and what a fenced replica has uploaded"
@@ -32,8 +32,8 @@ def test_averages_go_with_their_entries_and_shares_with_their_payloads():
     names = [f"averages/{number:010d}/{share}" for number in range(2, 9) for share in (0, 3)]
     shares = [f"payloads/0/{seq:08d}-3" for seq in range(6)]
     assert log.state.number == 6 and retirable(log.state, [*names, *shares]) == []
-    log.add(Snapshot(fragment=0, round=2, sha256=(A,)), 0)
-    log.add(Snapshot(fragment=0, round=3, sha256=(B,)), 0)
+    log.add(Snapshot(fragment=0, round=2, sha256=A), 0)
+    log.add(Snapshot(fragment=0, round=3, sha256=B), 0)
     # The entries 2 and 3 are of the rounds 1 and 2; 8 is still to come.
     assert retirable(log.state, [*names, *shares]) == [*names[:4], *names[8:12], *shares[:2]]
 
@@ -43,8 +43,8 @@ def test_a_payload_that_was_overtaken_by_those_of_other_fragments_stays():
     waiting = log.contribution(0, 1)
     for seq in range(2, 40):
         log.outer(log.contribution(0, seq=seq))
-    log.add(Snapshot(fragment=0, round=37, sha256=(A,)), 0)
-    log.add(Snapshot(fragment=0, round=38, sha256=(B,)), 0)
+    log.add(Snapshot(fragment=0, round=37, sha256=A), 0)
+    log.add(Snapshot(fragment=0, round=38, sha256=B), 0)
     assert log.state.refusal(1, waiting) is None
     assert payloads((0, waiting.seq))[0] not in retirable(log.state, payloads((0, waiting.seq)))
 
@@ -54,7 +54,7 @@ def test_snapshots_but_the_last_two_go_and_those_under_way_stay():
     names = [f"snapshots/0/{round_}-{sha256}" for round_ in (1, 2, 3, 4) for sha256 in (A, B)]
     assert retirable(log.state, names) == []
     for round_ in (1, 2, 3):
-        log.add(Snapshot(fragment=0, round=round_, sha256=(A,)), 0)
+        log.add(Snapshot(fragment=0, round=round_, sha256=A), 0)
     others = {f"snapshots/0/1-{A}", *(f"snapshots/0/{round_}-{B}" for round_ in (1, 2, 3))}
     assert set(retirable(log.state, names)) == others
 

@@ -1,12 +1,10 @@
 """A run's status, look after look."""
 
-import pytest
 from tests.rendezvous.cases import Log
 from tests.rendezvous.handwritten import Handwritten
 
 from diloco.rendezvous.contract import Form
 from diloco.rendezvous.log.entries import Leave
-from diloco.rendezvous.prices import R2, S3, Traffic
 from diloco.rendezvous.status import Look, status_of
 from diloco.wire import codec
 
@@ -65,14 +63,3 @@ def test_a_later_look_reads_what_is_new_and_nothing_else(tmp_path) -> None:
     status = look.again()
     assert status.finished and status.replicas[1].standing == "left" and status.num_active == 2
     assert set(store.requests) <= {"get", "list"}
-
-
-def test_a_bill_counts_requests_and_egress() -> None:
-    # A billion parameters in 4 bits, 20 fragments, 8 replicas, H = 100 steps of a second, for a day.
-    payloads = 8 * 20 * 864
-    traffic = Traffic(
-        creates=payloads + 20 * 864, gets=7 * payloads, bytes_up=8 * 864 * 5e8, bytes_down=7 * 8 * 864 * 5e8
-    )
-    assert traffic.bytes_down == pytest.approx(24e12, rel=0.01)
-    assert traffic.dollars(S3) == pytest.approx(2178, abs=2)
-    assert traffic.dollars(R2) == pytest.approx(1.05, abs=0.01)

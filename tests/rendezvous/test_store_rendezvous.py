@@ -59,7 +59,7 @@ def over_both(folder: str) -> list:
         wait_for_entry(url, rank)  # the order of joins is that of the ranks
         num_shares = size if case in OF_SHARES else None
         exchange = diloco.StoreRendezvous(
-            url, quorum="all", num_replicas=size, num_shares=num_shares, timeout_seconds=60
+            url, quorum="all", num_replicas=size, num_shares=num_shares, poll_seconds=0.004, timeout_seconds=60
         )
         engine = engine_of(case, model, rendezvous=exchange)
         assert exchange.replica == rank

@@ -13,11 +13,11 @@ pytestmark = pytest.mark.slow
 UseEnvironment = Callable[[Mapping[str, str]], None]
 
 
-def train(url: str) -> None:
+def train(url: str, *, num_rounds: int = 2) -> None:
     """Train two replicas for some rounds; the log can be replayed, and a third begins with what comes out."""
     settings = {"poll_seconds": 0.03, "timeout_seconds": 60.0, "snapshot_rounds": 2}
     a, b = (Replica(url, name=name, **settings) for name in "ab")
-    until(lambda: min(min(counted(a)), min(counted(b))) >= 3 * P, a, b, seconds=90)
+    until(lambda: min(min(counted(a)), min(counted(b))) >= num_rounds * P, a, b, seconds=90)
     assert_sound(url, a, b)
 
 
@@ -37,6 +37,6 @@ def test_through_refusals_and_answers_that_are_cut(seaweedfs: Server, use_enviro
     with FaultProxy(seaweedfs.port, seed=3) as proxy:
         use_environment(seaweedfs.through(proxy.url))
         proxy.set(statuses=faults, truncate=0.08, lose_requests=0.04, lose_answers=0.04)
-        train(seaweedfs.new_url())
+        train(seaweedfs.new_url(), num_rounds=3)
         seen = proxy.counts()
     assert min(seen[fault] for fault in (*faults, "truncate", "lose_request", "lose_answer")) > 0, seen

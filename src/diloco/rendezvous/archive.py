@@ -87,7 +87,7 @@ def _contradiction(index: Index, number: int) -> str:
     return "" if all(ref.body.contributions for ref in refs) else "it has an outer entry without contributions"
 
 
-_PAYLOAD = re.compile(r"payloads/(\d{1,10})/(\d{1,20})(?:[-/].*)?")
+_PAYLOAD = re.compile(r"payloads/(\d{1,10})/(\d{1,20})(?:-\d{1,10})?")
 _AVERAGE = re.compile(r"averages/(\d{10})/\d{1,10}")
 _SNAPSHOT = re.compile(r"snapshots/(\d{1,10})/(\d{1,20})-([0-9a-f]{64})")
 _INDEX = re.compile(r"index/(\d{10})")
@@ -108,12 +108,7 @@ def retirable(state: RunState, names: Iterable[str]) -> list[str]:
     """
     counted = {(c.replica, c.seq) for ref in state.since for c in ref.body.contributions}
     needed = {ref.number for ref in state.since}
-    snapshots = {
-        (fragment, ref.round, sha256)
-        for fragment, log in enumerate(state.fragments)
-        for ref in log.snapshots
-        for sha256 in ref.sha256
-    }
+    snapshots = {(p, ref.round, ref.sha256) for p, log in enumerate(state.fragments) for ref in log.snapshots}
 
     def is_retirable(name: str) -> bool:
         if match := _PAYLOAD.fullmatch(name):
@@ -175,7 +170,7 @@ class SnapshotQueue:
             name = snapshot_name(fragment, last_round, digest)
             await self._store.create(name, buffers, patience_seconds=FOR_EVER)
             await self._log.check_there()
-            append(Snapshot(fragment=fragment, round=last_round, sha256=(digest,)))
+            append(Snapshot(fragment=fragment, round=last_round, sha256=digest))
 
 
 async def write_index(store: Store, signer: Signer, state: RunState, *, author: int) -> None:

@@ -67,15 +67,15 @@ def check_store(url: str, *, racers: int = 4, rounds: int = 50) -> StoreCheck:
     return asyncio.run(_check(Store.open(url), racers, rounds))
 
 
-async def assert_sound(store: Store, *, num_racers: int = 4, num_races: int = 4) -> None:
+async def assert_sound(store: Store) -> None:
     """Race for a few names, before a run trusts the store.
 
     Raises:
         StoreError: if two have won, or a read gave other bytes than the winner's.
     """
-    folder = _new_folder()
+    folder, num_races = _new_folder(), 4
     try:
-        await _race(store, folder, num_racers, num_races)
+        await _race(store, folder, 4, num_races)
     finally:
         # A member whose rights don't include it leaves a few bytes.
         with suppress(StoreError):

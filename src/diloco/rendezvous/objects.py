@@ -670,7 +670,7 @@ class Objects:
         Raises:
             LogError: if it is not in the store, or not sound.
         """
-        size, name = self.form.sizes[fragment], snapshot_name(fragment, ref.round, ref.sha256[0])
+        size, name = self.form.sizes[fragment], snapshot_name(fragment, ref.round, ref.sha256)
         data = await self._get(name, most_snapshot_bytes(size))
         if data is None:
             raise LogError(f"{source_of(ref.number)} names {name}, which is not in the store")

@@ -12,7 +12,7 @@ import msgspec
 from diloco.errors import FileError
 from diloco.schema import Count
 
-FORMAT = 3
+FORMAT = 4
 """Version of the log's format."""
 MOST_REPLICAS = (1 << 16) - 2
 """Numbers of replicas that codecs can tell apart."""
@@ -139,8 +139,8 @@ class Snapshot:
 
     fragment: Count
     round: Count
-    sha256: Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1, max_length=1 << 12)]
-    """SHA-256 of each shard's file."""
+    sha256: Digest
+    """SHA-256 of its object."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,8 @@ from diloco.rendezvous.store import Store
 from diloco.schema import converted, decoded
 
 FOR_EVER = float("inf")
+"""The patience of a replica's work beside its training thread, which bounds it: by `max_local_steps` without the
+store, and by the time that leaving may take."""
 MOST_AT_ONCE = 32
 """Entries that are asked for at once by a reader that is behind."""
 

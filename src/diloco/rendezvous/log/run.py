@@ -67,7 +67,7 @@ class SnapshotRef:
     round: Count
     number: Count
     """The number of its entry."""
-    sha256: tuple[Digest, ...]
+    sha256: Digest
 
 
 @dataclass(frozen=True, kw_only=True)
