@@ -17,14 +17,15 @@ pytestmark = pytest.mark.slow
 BLOCKS = [name for name in CODECS if getattr(codec(name), "constants", None)]
 
 
-@pytest.mark.parametrize("program", ["interpreted", "interpreted_rows"])
-def test_interpreted_they_give_the_bits_of_the_cpu_and_the_loss_and_gradient_of_autograd(program):
+def test_interpreted_they_give_the_bits_of_the_cpu_and_the_loss_and_gradient_of_autograd():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-m", f"tests.wire.{program}"], check=True, timeout=220, env=environment)
+    subprocess.run([sys.executable, "-m", "tests.wire.interpreted"], check=True, timeout=220, env=environment)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [*((name, 90) for name in BLOCKS), *((name, 80) for name in ("e4m3", "e3m0", "int4"))],
+)
 def test_blocks_compile_for_gpus_and_round_as_torch_does(name, capability, tmp_path, monkeypatch):
     """No product and sum in one rounding, no subnormal number taken for 0, no approximate division."""
     from diloco.wire.kernels import gpu, triton_blocks
