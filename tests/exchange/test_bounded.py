@@ -74,7 +74,7 @@ def start_in_vain(moment: str, how: str, secret: str | None, folder: str) -> tup
     with pytest.raises(diloco.ExchangeError) as caught:
         diloco.connect(
             num_replicas=2 if moment == "connecting" else 3,
-            timeout_seconds=20 if is_first or how == "ends" else 1.0,
+            timeout_seconds=20 if is_first or how == "ends" else 0.3 if moment == "listening" else 1.0,
             secret=secret,
         )
     if how == "stops":

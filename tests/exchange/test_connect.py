@@ -2,7 +2,9 @@
 
 import logging
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from tests.sockets import listening
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco
-from diloco.exchange.transport import share
+from diloco.exchange import meeting
+from diloco.exchange.transport import share, wait_for_all
 
 CASE = Case(P=3, H=5, tau=2, wire="e3m0")
 SHARES = Case(P=2, H=4, tau=3, wire="int4", combine="reduce_scatter:bf16")
@@ -197,17 +200,35 @@ def one_job_of_two_replicas() -> str:
     return str(caught.value)
 
 
-def test_a_job_whose_launcher_sets_no_rank_is_refused_too():
-    message = run_replicas(one_job_without_rank, 2, free_port(), joined=False)[1]
+def test_a_job_whose_launcher_sets_no_rank_is_refused_too(tmp_path):
+    message = run_replicas(one_job_without_rank, 2, free_port(), str(tmp_path), joined=False)[1]
     assert "replicas 1 and 0 are processes of one job" in message
 
 
-def one_job_without_rank(port: int) -> str:
+def one_job_without_rank(port: int, folder: str) -> str:
     """Both replicas are processes of one group, as Lightning's launcher starts them."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=int(os.environ["DILOCO_REPLICA"]), world_size=2)
+    return error_of_connect(folder)
+
+
+def error_of_connect(folder: str, *, seconds: float = 20.0, **arguments: str | None) -> str:
+    """The error of a replica; replica 0 waits until the other has ended, and no longer."""
+    ended = Path(folder, "has ended")
+
+    def wait(missing, *, seconds: float, **how: Any) -> None:
+        while missing() and not ended.exists():
+            time.sleep(0.01)
+        wait_for_all(missing, seconds=0.0, **how)
+
+    is_first = os.environ["DILOCO_REPLICA"] == "0"
+    if is_first:
+        meeting.wait_for_all = wait
     with pytest.raises(diloco.DilocoError) as caught:
-        diloco.connect(timeout_seconds=3)
+        diloco.connect(timeout_seconds=seconds, **arguments)
+    if not is_first:
+        time.sleep(0.2)  # until replica 0's door has noted the refusal
+        ended.touch()
     return str(caught.value)
 
 
