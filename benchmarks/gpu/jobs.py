@@ -111,7 +111,7 @@ def _started(place: Place, arguments: list[str], **environment: str) -> "subproc
 
 
 def _ended(place: Place, *processes: "subprocess.Popen[bytes]") -> Row:
-    """Whether all ended well, and the end of the output of those that did not."""
+    """True if all ended well, and the end of the output of those that did not."""
     end = time.monotonic() + _SECONDS
     try:
         for process in processes:

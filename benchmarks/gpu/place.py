@@ -54,7 +54,7 @@ class Place:
             torch.cuda.synchronize()
 
     def goal(self, is_met: bool) -> bool | None:
-        """Whether a goal is met; None where nothing can be said of a GPU's speed."""
+        """True if a goal is met; None where nothing can be said of a GPU's speed."""
         return None if self.dry else is_met
 
     def milliseconds(self, work: Callable[[], object], repeats: int = 10) -> float:

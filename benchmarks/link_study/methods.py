@@ -49,7 +49,7 @@ def variants(methods: Sequence[str]) -> list[str]:
 
 
 def is_training(method: str) -> bool:
-    """Whether a row holds the times of training steps."""
+    """True if a row holds the times of training steps."""
     return method.startswith(("data_parallel", *PRESETS, PEER))
 
 

@@ -250,7 +250,7 @@ def test_one_replica_alone_has_nobody_to_meet():
 
 
 def addresses_of_a_replica() -> tuple[set[str], bool]:
-    """The addresses on which this replica listens while it is connected, and whether replica 0's port is one."""
+    """The addresses on which this replica listens while it is connected, and True if replica 0's port is one."""
     port = int(os.environ["DILOCO_ADDRESS"].rpartition(":")[2])
     exchange = diloco.connect(f"127.0.0.2:{port}", timeout_seconds=20, num_connections=2)
     sockets = listening(os.getpid())

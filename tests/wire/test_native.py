@@ -76,7 +76,7 @@ def test_threads_change_nothing(spec, monkeypatch):
     delta = torch.randn(12_345, generator=torch.Generator().manual_seed(0))
     alone = wire.encode(delta)
     expected = wire.decode(alone, 12_345)
-    monkeypatch.setattr(native, "_ELEMENTS_A_THREAD", 1000)
+    monkeypatch.setattr(native, "_ELEMENTS_PER_THREAD", 1000)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     pools = []
     with patch.object(native, "ThreadPoolExecutor", lambda n: pools.append(n) or ThreadPoolExecutor(n)):

@@ -76,7 +76,7 @@ def begin_to_host(tensor: Tensor) -> Callable[[], Tensor]:
 
 def mark(device: torch.device, stream: Any) -> Callable[[], None]:
     """A function by which the host waits for what a stream was given so far."""
-    # On CUDA alone an event has a choice: whoever waits for this one leaves its core to others.
+    # On CUDA alone an event has a choice: a thread that waits for this one leaves its core to others.
     event = torch.get_device_module(device).Event(**({"blocking": True} if device.type == "cuda" else {}))
     event.record(stream)
     return event.synchronize
