@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import diloco
 from diloco.exchange import meeting
-from diloco.exchange.transport import share, wait_for_all
+from diloco.exchange.transport import Channel, Tag, share, wait_for_all
 
 CASE = Case(P=3, H=5, tau=2, wire="e3m0")
 SHARES = Case(P=2, H=4, tau=3, wire="int4", combine="reduce_scatter:bf16")
@@ -83,6 +83,29 @@ def test_two_sites_with_ddp_inside_train_one_model(tmp_path):
         hashes |= {digest for digest, _, _ in results}
         assert all(loss < 1.0 for _, loss, _ in results), "the variance of the target is 8"
     assert len(hashes) == 1
+
+
+def exchange_by_leaders(secret: str | None) -> None:
+    """Payloads of three replicas of two processes: each pair of replicas has a length of its own."""
+    replica, rank = divmod(int(os.environ["DILOCO_REPLICA"]), 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    exchange = diloco.connect(replica=replica, num_replicas=3, leader=True, secret=secret, timeout_seconds=20)
+
+    def payload(sender: int, receiver: int) -> torch.Tensor:
+        return torch.full((10 + sender + receiver,), 10 * sender + receiver, dtype=torch.uint8)
+
+    others = {0, 1, 2} - {replica}
+    mine = {other: payload(replica, other) for other in others}
+    for pending in [exchange.start(mine, Tag(Channel.PAYLOAD, p, 1)) for p in range(2)]:
+        received = pending.wait()
+        assert received.keys() == others
+        assert all(torch.equal(received[other], payload(other, replica)) for other in others)
+    share(exchange, "all have received")
+
+
+@pytest.mark.parametrize("secret", [None, pytest.param("correct horse battery staple", marks=pytest.mark.slow)])
+def test_a_leader_hands_on_what_each_replica_sent(secret):
+    run_replicas(exchange_by_leaders, 6, secret, joined=False)
 
 
 def differ_from_the_leader() -> str:
