@@ -3,14 +3,13 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
 import pytest
 
 from diloco.wire import CODECS, codec
-
-from .ptx import ptx_of
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
@@ -55,3 +54,18 @@ def test_rows_compile_for_gpus(dtype, capability, tmp_path, monkeypatch):
     options = {"capability": capability, "options": gpu._ROW_OPTIONS}
     for function in (triton_rows.log_sums, triton_rows.gradients):
         assert "ex2.approx" in ptx_of(function, types, {"CHUNK": gpu._CHUNK}, **options)
+
+
+def ptx_of(
+    function: Any, types: Mapping[str, str], fixed: Mapping[str, Any], *, capability: int, options: dict[str, Any]
+) -> str:
+    """PTX of a kernel with arguments of these types, `fixed` being those that are constants of the code."""
+    from triton import compile as compiled
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = function.arg_names
+    signature = {name: "constexpr" if name in fixed else types[name] for name in names}
+    places = {(names.index(name),): value for name, value in fixed.items()}
+    source = ASTSource(function, signature, constexprs=places)
+    return compiled(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
