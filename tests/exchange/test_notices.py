@@ -12,6 +12,7 @@ from tests.processes import run_replicas
 from torch import nn
 
 import diloco
+from diloco.exchange import notices
 from diloco.exchange.notices import Notices
 from diloco.exchange.transport import Channel, Tag, Transport
 
@@ -20,7 +21,8 @@ TIMEOUT_SECONDS = 600.0
 
 
 def exchange() -> diloco.ProcessGroupExchange:
-    """Over the process group, or, without one, by address."""
+    """Over the process group, or, without one, by address; its notices are seen soon."""
+    notices._SECONDS_BETWEEN_LOOKS = 0.05
     if dist.is_initialized():
         return diloco.ProcessGroupExchange(timeout_seconds=TIMEOUT_SECONDS)
     return diloco.connect(timeout_seconds=TIMEOUT_SECONDS)
