@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,10 @@ JOIN = "--output {out} --latency-ms 2"
 TORCHFT = importlib.util.find_spec("torchft") is not None
 
 
+Rows = list[dict[str, str]]
+"""The rows of a CSV file."""
+
+
 @dataclass(frozen=True)
 class Smoke:
     """A benchmark at a small size."""
@@ -38,6 +43,44 @@ class Smoke:
     again: bool = False
     """Nothing is measured twice: called again, it prints the same tail, and its tables stay as they are."""
     needs: str = ""
+    check: Callable[[str, Rows], None] = lambda output, rows: None
+    """Asserts what holds between the numbers that it prints, and those of its first table."""
+
+
+def check_losses(output: str, rows: Rows) -> None:
+    assert len({row["eval_loss"] for row in rows}) == len(rows), "different methods"
+
+
+def check_parity(output: str, rows: Rows) -> None:
+    check_losses(output, rows)
+    assert {row["num_tokens"] for row in rows} == {str(170 * 4 * 64)}
+    sent = {row["variant"]: int(row["bytes_sent_per_replica"]) for row in rows}
+    assert sent["num_replicas_4"] == 3 * sent["streaming"], "to each of three others"
+
+
+def check_sizes(output: str, rows: Rows) -> None:
+    full, coded = (int(row["bytes_sent_per_replica"]) for row in rows)
+    assert full > 7 * coded
+
+
+def check_share_of_link(output: str, rows: Rows) -> None:
+    shares = [float(line.split()[3].rstrip("%")) for line in output.splitlines()[2:]]
+    assert min(shares) > 0 and max(shares) < 101
+
+
+def check_store_bytes(output: str, rows: Rows) -> None:
+    cells = [line.split(" | ")[2:5] for line in output.splitlines()[2:]]
+    gather, shares = ([float(cell.replace(",", "")) for cell in row] for row in cells)
+    payload = 10**9 * 4.03125 / 8 / 1e9
+    assert gather == pytest.approx([payload, 7 * payload, 7], abs=0.01)
+    assert shares == pytest.approx([payload * 9 / 8, 2 * payload * 7 / 8, 1.75], abs=0.06)
+
+
+def check_hashes(output: str, rows: Rows) -> None:
+    of_the_peer = [row for row in rows if row["method"] == "torchft_diloco"]
+    if TORCHFT:
+        assert {float(row["mbit_s"]) for row in of_the_peer} == {200.0, 10_000.0}
+        assert len({row["outer_hash"] for row in of_the_peer}) == 1, "a faster link changes no bit"
 
 
 SMOKES = [
@@ -46,18 +89,21 @@ SMOKES = [
         f"{{text}} --output {{out}} {TINY} --steps 30",
         r"data_parallel .*\nstreaming_overlapped_fp4 .*\nstreaming_overlapped .*\naveraging ",
         (("results.csv", 4),),
+        check=check_losses,
     ),
     Smoke(
         "parity.py",
         f"{{text}} --output {{out}} {TINY} --steps 170",
         r"data_parallel .*\nstreaming .*\nsync_every_100 .*\noverlap_steps_5 .*\nnum_replicas_4 ",
         (("results.csv", 5),),
+        check=check_parity,
     ),
     Smoke(
         "wire_formats.py",
         f"{{text}} --output {{out}} {TINY} --width 32 --steps 30 --variants fp32 e3m0",
         r"fp32(.|\n)*e3m0",
         (("results.csv", 2),),
+        check=check_sizes,
     ),
     Smoke("checksums.py", "--values 65536 --repeats 2", r"^65,536 values, copy .*encode [0-9.]+.*decode and add "),
     Smoke(
@@ -77,11 +123,15 @@ SMOKES = [
         needs="trl",
     ),
     Smoke("encryption.py", "--gbit-s 0 --megabytes 2 --rounds 2", r"\ngloo .*\nencrypted "),
-    Smoke("encryption.py", "--gbit-s 0.2 --megabytes 4 --rounds 2", r"\ngloo .*\nencrypted ", needs="namespaces"),
-    Smoke("weak_scaling.py", "--overlap-steps 1", r"\n *2 .*\n *4 .*\n *8 .*\n *16 .*\n *32 .*\n *64 "),
     Smoke(
-        "store_bytes.py", "--replicas 8 --shares 8", r"\| gather \| 0\.50.*\| 3\.5.*\| 7(.|\n)*\| 8 shares \| 0\.5"
+        "encryption.py",
+        "--gbit-s 0.2 --megabytes 4 --rounds 2",
+        r"\ngloo .*\nencrypted ",
+        needs="namespaces",
+        check=check_share_of_link,
     ),
+    Smoke("weak_scaling.py", "--overlap-steps 1", r"\n *2 .*\n *4 .*\n *8 .*\n *16 .*\n *32 .*\n *64 "),
+    Smoke("store_bytes.py", "--replicas 8 --shares 8", r"\| gather (.|\n)*\| 8 shares ", check=check_store_bytes),
     Smoke("engine_overhead.py", "--steps 8", r"engine.step\(\) [0-9.]+ ms: [0-9.]+%"),
     Smoke("engine_memory.py", "--width 64", r"H = 8, P = 4, τ = 2(.|\n)*of the largest fragment"),
     Smoke(
@@ -112,8 +162,10 @@ SMOKES = [
         "{text} --output {out} --recipe tiny --sync-every 6 --repeats 1 --seconds 0.5 --bandwidths 200 --methods "
         "payload,data_parallel_bf16,diloco,streaming_overlapped_fp4:3" + TORCHFT * ",torchft_diloco",
         r"32 MB each way fill(.|\n)*\| 200 \| DiLoCo, FP32 \|",
+        (("links.csv", 7 + 4 * TORCHFT),),
         again=True,
         needs="namespaces",
+        check=check_hashes,
     ),
 ]
 
@@ -126,8 +178,9 @@ def test_it_runs(smoke: Smoke, tmp_path: Path, text: list[str]):
     words = smoke.arguments.format(**names).split()
     output = run(smoke.script, *words)
     assert re.search(smoke.output, output), output
-    for name, num_rows in smoke.tables:
-        assert len(table(tmp_path / name)) == num_rows
+    tables = [table(tmp_path / name) for name, _ in smoke.tables]
+    assert [len(rows) for rows in tables] == [num_rows for _, num_rows in smoke.tables]
+    smoke.check(output, tables[0] if tables else [])
     if smoke.again:
         written = {path: path.read_bytes() for path in tmp_path.glob("*.csv")}
         assert run(smoke.script, *words).splitlines()[-1] == output.splitlines()[-1]
@@ -154,10 +207,12 @@ def test_golden_tells_equal_runs_from_different_ones(tmp_path: Path):
     file, name = tmp_path / "golden.json", "streaming_1_replica"
     run("golden.py", file, "--runs", name)
     values = json.loads(file.read_text())
+    loss = values[name]["eval_loss"]
     values[name]["eval_loss"] += 1e-12
     file.write_text(json.dumps(values))
     process = end_of("golden.py", file, "--compare", "--runs", name)
     assert process.returncode == 1 and f"1 runs differ: {name}" in process.stderr
+    assert f"{name}: {values[name]['outer_hash']} {loss:.6f} differs" in process.stdout, "by so little"
 
 
 def test_no_script_is_forgotten():

@@ -12,7 +12,7 @@ from tests.processes import run_replicas, wait_for_files
 
 import diloco
 from diloco.exchange import connect as connecting
-from diloco.exchange import meeting, notices
+from diloco.exchange import meeting, notices, process_group
 from diloco.exchange.notices import within
 from diloco.exchange.transport import Channel, Tag
 
@@ -67,6 +67,9 @@ def start_in_vain(moment: str, how: str, secret: str | None, folder: str) -> tup
         return way
 
     meeting.ask = ask_until_the_end
+    if how == "stops":
+        meeting.SECONDS_FOR_THE_LAST_ANSWER = connecting.SECONDS_FOR_THE_LAST_ANSWER = 0.2
+        connecting._SECONDS_FOR_GLOOS_ERROR = 0.2
     if is_first:
         connecting._InTheClear, connecting._exchange = open_and_end, lambda *_: end(how, folder)
     else:
@@ -74,7 +77,7 @@ def start_in_vain(moment: str, how: str, secret: str | None, folder: str) -> tup
     with pytest.raises(diloco.ExchangeError) as caught:
         diloco.connect(
             num_replicas=2 if moment == "connecting" else 3,
-            timeout_seconds=20 if is_first or how == "ends" else 1.0,
+            timeout_seconds=20 if is_first or how == "ends" else 0.3 if moment == "listening" else 1.0,
             secret=secret,
         )
     if how == "stops":
@@ -102,7 +105,7 @@ def test_a_start_ends_with_a_sentence(moment, how, secret, sentence, tmp_path):
 
 def exchange_in_vain(folder: str) -> str:
     """The error of a wait for replica 0; the wait, its notice, a finish and the close all end."""
-    notices._SECONDS_TO_BE_READ = 0.2
+    notices._SECONDS_TO_BE_READ, process_group._SECONDS_FOR_THE_CAUSE = 0.2, 0.1
     exchange = diloco.connect(timeout_seconds=20)
     payloads = {1 - exchange.replica: torch.ones(9, dtype=torch.uint8)}
     exchange.start(payloads, Tag(Channel.PAYLOAD, 0, 1)).wait()

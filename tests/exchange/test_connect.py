@@ -2,7 +2,9 @@
 
 import logging
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from tests.sockets import listening
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco
-from diloco.exchange.transport import share
+from diloco.exchange import meeting
+from diloco.exchange.transport import Channel, Tag, share, wait_for_all
 
 CASE = Case(P=3, H=5, tau=2, wire="e3m0")
 SHARES = Case(P=2, H=4, tau=3, wire="int4", combine="reduce_scatter:bf16")
@@ -80,6 +83,29 @@ def test_two_sites_with_ddp_inside_train_one_model(tmp_path):
         hashes |= {digest for digest, _, _ in results}
         assert all(loss < 1.0 for _, loss, _ in results), "the variance of the target is 8"
     assert len(hashes) == 1
+
+
+def exchange_by_leaders(secret: str | None) -> None:
+    """Payloads of three replicas of two processes: each pair of replicas has a length of its own."""
+    replica, rank = divmod(int(os.environ["DILOCO_REPLICA"]), 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    exchange = diloco.connect(replica=replica, num_replicas=3, leader=True, secret=secret, timeout_seconds=20)
+
+    def payload(sender: int, receiver: int) -> torch.Tensor:
+        return torch.full((10 + sender + receiver,), 10 * sender + receiver, dtype=torch.uint8)
+
+    others = {0, 1, 2} - {replica}
+    mine = {other: payload(replica, other) for other in others}
+    for pending in [exchange.start(mine, Tag(Channel.PAYLOAD, p, 1)) for p in range(2)]:
+        received = pending.wait()
+        assert received.keys() == others
+        assert all(torch.equal(received[other], payload(other, replica)) for other in others)
+    share(exchange, "all have received")
+
+
+@pytest.mark.parametrize("secret", [None, pytest.param("correct horse battery staple", marks=pytest.mark.slow)])
+def test_a_leader_hands_on_what_each_replica_sent(secret):
+    run_replicas(exchange_by_leaders, 6, secret, joined=False)
 
 
 def differ_from_the_leader() -> str:
@@ -197,17 +223,35 @@ def one_job_of_two_replicas() -> str:
     return str(caught.value)
 
 
-def test_a_job_whose_launcher_sets_no_rank_is_refused_too():
-    message = run_replicas(one_job_without_rank, 2, free_port(), joined=False)[1]
+def test_a_job_whose_launcher_sets_no_rank_is_refused_too(tmp_path):
+    message = run_replicas(one_job_without_rank, 2, free_port(), str(tmp_path), joined=False)[1]
     assert "replicas 1 and 0 are processes of one job" in message
 
 
-def one_job_without_rank(port: int) -> str:
+def one_job_without_rank(port: int, folder: str) -> str:
     """Both replicas are processes of one group, as Lightning's launcher starts them."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=int(os.environ["DILOCO_REPLICA"]), world_size=2)
+    return error_of_connect(folder)
+
+
+def error_of_connect(folder: str, *, seconds: float = 20.0, **arguments: str | None) -> str:
+    """The error of a replica; replica 0 waits until the other has ended, and no longer."""
+    ended = Path(folder, "has ended")
+
+    def wait(missing, *, seconds: float, **how: Any) -> None:
+        while missing() and not ended.exists():
+            time.sleep(0.01)
+        wait_for_all(missing, seconds=0.0, **how)
+
+    is_first = os.environ["DILOCO_REPLICA"] == "0"
+    if is_first:
+        meeting.wait_for_all = wait
     with pytest.raises(diloco.DilocoError) as caught:
-        diloco.connect(timeout_seconds=3)
+        diloco.connect(timeout_seconds=seconds, **arguments)
+    if not is_first:
+        time.sleep(0.2)  # until replica 0's door has noted the refusal
+        ended.touch()
     return str(caught.value)
 
 
@@ -229,7 +273,7 @@ def test_one_replica_alone_has_nobody_to_meet():
 
 
 def addresses_of_a_replica() -> tuple[set[str], bool]:
-    """The addresses on which this replica listens while it is connected, and whether replica 0's port is one."""
+    """The addresses on which this replica listens while it is connected, and True if replica 0's port is one."""
     port = int(os.environ["DILOCO_ADDRESS"].rpartition(":")[2])
     exchange = diloco.connect(f"127.0.0.2:{port}", timeout_seconds=20, num_connections=2)
     sockets = listening(os.getpid())

@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import time
 from datetime import datetime
 from ipaddress import IPv4Address, IPv6Address
 from itertools import product
@@ -14,11 +15,18 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from tests.exchange.test_connect import CASE, SHARES, connect_again, train_connected, train_with_ddp
+from tests.exchange.test_connect import (
+    CASE,
+    SHARES,
+    connect_again,
+    error_of_connect,
+    train_connected,
+    train_with_ddp,
+)
 from tests.exchange.test_notices import fail
 from tests.exchange.test_process_group import assert_named, exchange_out_of_order, wait_in_vain
 from tests.ports import free_port
-from tests.processes import run_replicas, wait_for_files
+from tests.processes import run_replicas
 from tests.sockets import listening
 
 import diloco
@@ -32,6 +40,7 @@ LENGTHS = {key: SIZES[key[0]] for key in product(range(len(SIZES)), (1, 90_000),
 
 
 def secretly(function, *arguments):
+    tls._COST["n"] = 1 << 10  # the tests of peers take the whole time
     os.environ["DILOCO_SECRET"] = SECRET
     return function(*arguments)
 
@@ -89,20 +98,26 @@ def test_an_absent_replica_is_named_within_the_time_limit(absent, ending, tmp_pa
     assert ("nothing came or went within" in message) == (ending == "silent")
 
 
-def come_with_the_other(folder: str) -> int:
+def prove_something_else(folder: str, secrets: list[str | None]) -> str:
+    """The error of a replica that has another secret than replica 0."""
     replica = int(os.environ["DILOCO_REPLICA"])
-    Path(folder, f"{replica} has come").touch()
-    wait_for_files(Path(folder, f"{1 - replica} has come"))
-    return replica
+    if secrets[0] is None:
+        tls.SECONDS_TO_SHAKE_HANDS = 0.5  # nobody will
+    logging.basicConfig(filename=f"{folder}/{replica}", force=True)
+    seconds = 20.0
+    if secrets[replica] is None and replica == 1:
+        host, _, port = os.environ["DILOCO_ADDRESS"].rpartition(":")
+        wait_until_somebody_listens(host, int(port))
+        seconds = 0.5  # of torch's store for an answer
+    return error_of_connect(folder, seconds=seconds, secret=secrets[replica])
 
 
-def prove_something_else(caplog_path: str, secrets: list[str | None]) -> str:
-    """The error of a replica that has another secret than replica 0; both come together."""
-    replica, tls.SECONDS_TO_SHAKE_HANDS = come_with_the_other(caplog_path), 2.0
-    logging.basicConfig(filename=f"{caplog_path}/{replica}", force=True)
-    with pytest.raises(diloco.ExchangeError) as caught:
-        diloco.connect(secret=secrets[replica], timeout_seconds=3)
-    return str(caught.value)
+def wait_until_somebody_listens(host: str, port: int) -> None:
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=5).close()
+        except OSError:
+            time.sleep(0.01)
 
 
 def test_another_secret_is_named_on_both_sides(tmp_path):
@@ -167,26 +182,26 @@ def certify(folder: Path, names: list[str]) -> None:
         (folder / name / "ca.crt").write_bytes(certificate(authority_name, authority_key, True))
 
 
-def exchange_with_certificates(meeting_place: str, folders: list[str]) -> str:
-    folder = folders[come_with_the_other(meeting_place)]
-    try:
-        exchange = diloco.connect(certificates=folder, timeout_seconds=3)
-    except diloco.ExchangeError as error:
-        return str(error)
+def exchange_with_certificates(folders: list[str]) -> str:
+    exchange = diloco.connect(certificates=folders[int(os.environ["DILOCO_REPLICA"])], timeout_seconds=20)
     theirs = exchange.start(
         {1 - exchange.replica: torch.full((3,), exchange.replica, dtype=torch.uint8)}, Tag(Channel.PAYLOAD, 0, 1)
     ).wait()
     return str({replica: payload.tolist() for replica, payload in theirs.items()})
 
 
+def prove_another_authority(folder: str, folders: list[str]) -> str:
+    return error_of_connect(folder, certificates=folders[int(os.environ["DILOCO_REPLICA"])])
+
+
 def test_certificates_of_one_authority_take_the_place_of_a_secret(tmp_path):
     certify(tmp_path / "ours", ["a", "b"])
     certify(tmp_path / "theirs", ["a"])
     ours = [str(tmp_path / "ours" / name) for name in "ab"]
-    alike = run_replicas(exchange_with_certificates, 2, str(tmp_path / "ours"), ours, joined=False)
+    alike = run_replicas(exchange_with_certificates, 2, ours, joined=False)
     assert alike == ["{1: [1, 1, 1]}", "{0: [0, 0, 0]}"]
     mixed = [ours[0], str(tmp_path / "theirs" / "a")]
-    _, other = run_replicas(exchange_with_certificates, 2, str(tmp_path / "theirs"), mixed, joined=False)
+    _, other = run_replicas(prove_another_authority, 2, str(tmp_path), mixed, joined=False)
     assert "has another authority of certificates (DILOCO_CERTIFICATES)" in other
 
 

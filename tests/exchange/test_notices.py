@@ -12,15 +12,17 @@ from tests.processes import run_replicas
 from torch import nn
 
 import diloco
+from diloco.exchange import notices
 from diloco.exchange.notices import Notices
-from diloco.exchange.transport import Channel, Tag
+from diloco.exchange.transport import Channel, Tag, Transport
 
 TIMEOUT_SECONDS = 600.0
 """More than `run_replicas` waits."""
 
 
 def exchange() -> diloco.ProcessGroupExchange:
-    """Over the process group, or, without one, by address."""
+    """Over the process group, or, without one, by address; its notices are seen soon."""
+    notices._SECONDS_BETWEEN_LOOKS = 0.05
     if dist.is_initialized():
         return diloco.ProcessGroupExchange(timeout_seconds=TIMEOUT_SECONDS)
     return diloco.connect(timeout_seconds=TIMEOUT_SECONDS)
@@ -100,34 +102,32 @@ def test_the_notice_of_an_earlier_finish_stops_nobody(has_finished_before):
 
 
 WAITING_IN_A_THREAD = """
-import signal, sys, time, torch, diloco
+import sys, time, torch, diloco
+from tests.exchange.test_notices import engine_that_waits_in_a_thread
 exchange = diloco.connect(timeout_seconds=600)
-model = torch.nn.Linear(4, 1)
-torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
-engine = diloco.StreamingDiLoCo(
-    model, fragments=diloco.whole(model), schedule=diloco.Schedule(sync_every=2, num_fragments=1, overlap_steps=1),
-    combine="reduce_scatter", exchange=exchange,
-)
+engine = engine_that_waits_in_a_thread(exchange)
 engine.step()
-if exchange.replica == 0:
-    engine.step()
-    while not exchange._notices._waiting:  # for replica 1, in a thread
-        time.sleep(0.01)
-    sys.exit(7)
-signal.pause()
+while not exchange._notices._waiting:  # for replica 1, in a thread
+    time.sleep(0.01)
+sys.exit(7)
 """
+
+
+def engine_that_waits_in_a_thread(transport: Transport) -> diloco.StreamingDiLoCo:
+    """An engine one step before it sends: after that step a thread waits for what it relays."""
+    model = nn.Linear(4, 1)
+    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+    settings = {"combine": "reduce_scatter", "sync_every": 2, "overlap_steps": 1}
+    engine = diloco.StreamingDiLoCo(model, fragments=diloco.whole(model), exchange=transport, **settings)
+    engine.step()
+    return engine
 
 
 def test_a_process_that_ends_while_a_thread_of_it_waits_keeps_its_exit_code():
     address = f"127.0.0.1:{free_port()}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", WAITING_IN_A_THREAD],
-            env=os.environ
-            | {"DILOCO_ADDRESS": address, "DILOCO_REPLICA": str(replica), "DILOCO_NUM_REPLICAS": "2"},
-        )
-        for replica in range(2)
-    ]
-    assert processes[0].wait(60) == 7
-    processes[1].kill()
-    processes[1].wait()
+    place = {"DILOCO_ADDRESS": address, "DILOCO_REPLICA": "0", "DILOCO_NUM_REPLICAS": "2"}
+    process = subprocess.Popen([sys.executable, "-c", WAITING_IN_A_THREAD], env=os.environ | place)
+    silent = diloco.connect(address, replica=1, num_replicas=2, timeout_seconds=60)
+    engine_that_waits_in_a_thread(silent)
+    assert process.wait(60) == 7
+    silent.close()

@@ -9,5 +9,5 @@ SECRET = "correct horse battery staple"
 
 @pytest.fixture(scope="session")
 def security() -> Security:
-    """The proof of whoever has the secret."""
+    """The proof of a process that has the secret."""
     return security_of(SECRET, None)

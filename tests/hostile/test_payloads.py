@@ -70,7 +70,7 @@ def payloads_of(wire: Codec, random: np.random.Generator) -> list[tuple[int, tor
 
 
 def mutated(spec: str) -> Iterator[tuple[int, torch.Tensor, bool]]:
-    """N, a payload that differs from a sound one, and whether its checksum was made to match."""
+    """N, a payload that differs from a sound one, and True if its checksum was made to match."""
     random = np.random.default_rng([*spec.encode()] if HOSTILE.derandomize else None)
     sound = payloads_of(codec(spec), random)
     others = [payload.numpy() for name in NAMES for _, payload in payloads_of(codec(name), random)]

@@ -37,7 +37,7 @@ def test_threads_and_layout_change_no_digest():
     try:
         for num_threads in (1, 2):
             torch.set_num_threads(num_threads)
-            with patch.object(native, "_ELEMENTS_A_THREAD", 1000):
+            with patch.object(native, "_ELEMENTS_PER_THREAD", 1000):
                 assert outer_digest(theta) == expected
     finally:
         torch.set_num_threads(before)

@@ -1,7 +1,4 @@
-"""Triton's kernels for rows of logits, interpreted on the CPU, against torch's autograd in FP64.
-
-TRITON_INTERPRET=1 python -m tests.wire.interpreted_rows
-"""
+"""Triton's kernels for rows of logits, interpreted on the CPU, against torch's autograd in FP64."""
 
 from itertools import product
 from unittest.mock import patch
@@ -66,8 +63,7 @@ def compare_what_is_not_finite() -> None:
     assert gradient_RxV[:, :8].eq(0).all()
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def main() -> None:
     with patch.object(module, "_rows", lambda logits_RxV: gpu.GpuRows()), patch.object(gpu, "_CHUNK", 8):
         dtypes = torch.float32, torch.bfloat16, torch.float16
         for (num_rows, num_logits), dtype, scale in product([(1, 3), (5, 40), (3, 61)], dtypes, (1.0, 30.0)):

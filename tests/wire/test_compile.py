@@ -11,8 +11,10 @@ from diloco.wire.kernels.native import compiled_library
 
 
 @pytest.fixture(autouse=True)
-def _compiled_in_less_time(monkeypatch):
-    monkeypatch.setattr(compiling, "_FLAGS", ("-O0", *compiling._FLAGS[1:]))
+def _compiled_in_less_time(monkeypatch, tmp_path_factory):
+    source = tmp_path_factory.mktemp("source") / "short.c"
+    source.write_text("int short_bits = 4;\n")
+    monkeypatch.setattr(compiling, "_SOURCE", source)
 
 
 def test_without_a_compiler_the_error_says_what_to_do(monkeypatch):

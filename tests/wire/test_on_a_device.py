@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fake_device import FakeDevice
 from tests.processes import run_replicas
-from tests.wire.cases import NAMES, SPECS, sealed
+from tests.wire.cases import NAMES, SPARSE_SPECS, STOCHASTIC_SPECS, sealed
 
 from diloco.errors import PayloadError
 from diloco.wire import Key, codec
@@ -44,10 +44,11 @@ def without_a_wait(specs: list[str]) -> list[str]:
 
 
 def test_every_codec_encodes_and_decodes_without_a_wait_and_with_the_bits_of_a_cpu():
-    assert run_replicas(without_a_wait, 1, SPECS) == [[]]
+    assert run_replicas(without_a_wait, 1, [*NAMES, *STOCHASTIC_SPECS, *SPARSE_SPECS]) == [[]]
 
 
 @pytest.mark.parametrize("spec", [*NAMES, "topk:density=0.3,values=int4", "dare:density=0.3,values=e4m3"])
+@settings(max_examples=50)
 @given(seed=st.integers(0, 2**32 - 1), length=st.sampled_from([0, 1, 31, 257, 640]), zeros=st.floats(0, 1))
 def test_a_body_is_judged_without_being_decoded_as_when_it_is(spec, seed, length, zeros):
     wire, generator = codec(spec), torch.Generator().manual_seed(seed)

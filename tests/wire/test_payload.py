@@ -50,7 +50,7 @@ def test_the_conformance_vectors(how, wire):
 @pytest.mark.parametrize(
     ("spec", "how"), [(spec, "native") for spec in SPECS] + [(spec, "torch") for spec in BLOCK_SPECS]
 )
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(vector=vectors(), key=KEYS)
 def test_bytes_and_values_are_the_references(spec, how, vector, key):
     expected = reference.encode(spec, vector, key)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from diloco.errors import ExchangeError, UserError
 from diloco.exchange.leader import LeaderExchange
-from diloco.exchange.meeting import SECONDS_FOR_THE_LAST_ANSWER, Meeting, Way, listen, this_site
+from diloco.exchange.meeting import SECONDS_FOR_THE_LAST_ANSWER, Meeting, Way, listen
 from diloco.exchange.notices import Notices, first_sentence, within
 from diloco.exchange.private_torch import gloo_backend
 from diloco.exchange.process_group import Backend, GroupExchange, check_num_connections, check_timeout
@@ -65,7 +65,7 @@ def connect(
         return LoopbackExchange()
     if secret is None and certificates is None:
         secret, certificates = os.environ.get("DILOCO_SECRET"), os.environ.get("DILOCO_CERTIFICATES")
-    meeting = Meeting(address, replica, num_replicas, this_site(), timeout_seconds)
+    meeting = Meeting(address, replica, num_replicas, timeout_seconds)
     if secret is None and certificates is None:
         way = _InTheClear(meeting, timeout_seconds)
     else:
@@ -79,7 +79,7 @@ def connect(
 
 def _exchange(way: Way, meeting: Meeting, leader: bool, num_connections: int, timeout_seconds: float) -> Transport:
     """The exchange of this process, once all have met."""
-    replica, num_replicas, site = meeting.replica, meeting.num_replicas, meeting.site
+    replica, num_replicas, rank = meeting.replica, meeting.num_replicas, meeting.rank
     notices = Notices(way.store, replica, num_replicas, sum(meeting.sizes.values()), on_close=way.close)
 
     def outside(name: str) -> GroupExchange:
@@ -87,12 +87,12 @@ def _exchange(way: Way, meeting: Meeting, leader: bool, num_connections: int, ti
         return GroupExchange(backends, notices, timeout_seconds=timeout_seconds)
 
     if not leader:
-        return outside(f"process {site.rank}")
-    leaders = outside("leaders") if site.rank == 0 else None
-    if site.size == 1:
+        return outside(f"process {rank}")
+    leaders = outside("leaders") if rank == 0 else None
+    if meeting.num_processes == 1:
         assert leaders is not None, "a process alone is the leader"
         return leaders
-    inside = way.backend(f"replica {replica}", site.rank, site.size, member="process")
+    inside = way.backend(f"replica {replica}", rank, meeting.num_processes, member="process")
     return LeaderExchange(
         leaders, inside, notices, replica=replica, num_replicas=num_replicas, timeout_seconds=timeout_seconds
     )

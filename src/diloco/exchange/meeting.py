@@ -5,7 +5,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Protocol, TypeVar
 
 import msgspec
@@ -17,34 +16,21 @@ from diloco.exchange.process_group import Backend
 from diloco.exchange.transport import Store, wait_for_all
 
 
-@dataclass(frozen=True)
-class Site:
-    """This process among those of its replica."""
-
-    rank: int
-    """The number of this process, from 0."""
-    size: int
-    """The number of processes."""
-    job: str | None
-    """A name of the job that started them, which no other job has at the same time; None without a launcher."""
-
-
-def this_site() -> Site:
-    """The site that torch.distributed, or else the environment, describes (RANK and WORLD_SIZE, as torchrun sets).
-
-    Raises:
-        UserError: if the environment describes no whole numbers.
-    """
+def _rank_and_size() -> tuple[int, int]:
+    """The number of this process in its replica, and their count, as torch.distributed or torchrun has them."""
     if dist.is_initialized():
-        return Site(dist.get_rank(), dist.get_world_size(), _job())
+        return dist.get_rank(), dist.get_world_size()
     try:
-        return Site(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), _job())
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     except ValueError as error:
         raise UserError(f"RANK and WORLD_SIZE in the environment must be whole numbers: {error}") from None
 
 
 def _job() -> str | None:
-    """The address at which the processes of the job meet: two jobs of a machine can't share a port."""
+    """A name of the job that started the replica's processes, which no other job has; None without a launcher.
+
+    It is the address at which they meet: two jobs of a machine can't share a port.
+    """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     # Lightning's launcher sets no RANK.
     has_launcher = "RANK" in os.environ or (dist.is_initialized() and dist.get_world_size() > 1)
@@ -95,7 +81,7 @@ class Arrival(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     processes_per_replica: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     """The number of processes of its replica; the same for all where they have no leader."""
     job: str | None
-    """`Site.job`."""
+    """The name of the job that started its replica's processes; None without a launcher."""
     process: str
     """A number of the process that no other one has."""
 
@@ -110,15 +96,18 @@ class Meeting:
         address: host:port of the store.
         replica: this replica.
         num_replicas: M.
-        site: this process in its replica.
         seconds: how long it may take until all have come.
+
+    Raises:
+        UserError: if the environment describes this process by what is no number.
     """
 
-    def __init__(self, address: str, replica: int, num_replicas: int, site: Site, seconds: float) -> None:
+    def __init__(self, address: str, replica: int, num_replicas: int, seconds: float) -> None:
         self.address = address
         """host:port of the store."""
         self._begin, self._seconds = time.monotonic(), seconds
-        self.replica, self.num_replicas, self.site = replica, num_replicas, site
+        self.replica, self.num_replicas = replica, num_replicas
+        self.rank, self.num_processes = _rank_and_size()
         self.sizes: dict[int, int] = {}
         """The number of processes of each replica that has come."""
 
@@ -136,7 +125,7 @@ class Meeting:
     @property
     def is_host(self) -> bool:
         """True in the process that holds the store: the first of replica 0."""
-        return self.replica == 0 and self.site.rank == 0
+        return self.replica == 0 and self.rank == 0
 
     def compare(self, way: Way, *, leader: bool, num_connections: int) -> None:
         """Wait for every process of every replica, and compare what they believe.
@@ -150,14 +139,14 @@ class Meeting:
             num_replicas=self.num_replicas,
             leader=leader,
             num_connections=num_connections,
-            processes_per_replica=self.site.size,
-            job=self.site.job,
+            processes_per_replica=self.num_processes,
+            job=_job(),
             process=secrets.token_hex(8),
         )
         text = msgspec.json.encode(mine).decode()
-        if ask(deadline, store.compare_set, _key(self.replica, self.site.rank), "", text) != text.encode():
+        if ask(deadline, store.compare_set, _key(self.replica, self.rank), "", text) != text.encode():
             raise UserError(
-                f"process {self.site.rank} of replica {self.replica} has come to {self.address} already: give "
+                f"process {self.rank} of replica {self.replica} has come to {self.address} already: give "
                 "each replica a number of its own, and start the others anew with replica 0",
                 "replica",
             )

@@ -66,7 +66,7 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """A way from every replica to every other, for a fixed set of replicas; hashable, one object a way."""
+    """A way from every replica to every other, for a fixed set of replicas; hashable, one object per way."""
 
     @property
     def replica(self) -> int:

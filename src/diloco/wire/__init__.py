@@ -1,4 +1,4 @@
-"""Outer gradient ⇄ bytes: pure functions of tensors, one file a family of codecs.
+"""Outer gradient ⇄ bytes: pure functions of tensors, one file per family of codecs.
 
 A codec turns a flat FP32 vector of N elements into a payload, a flat uint8 tensor, and a payload back into the
 FP32 vector that it stands for. Every replica decodes the same bytes to the same bits; every byte is explained in

@@ -1,4 +1,4 @@
-"""The layout of the body, and the packing of codes, of all codecs with one scale a block.
+"""The layout of the body, and the packing of codes, of all codecs with one scale per block.
 
 Shapes: N elements, B blocks of K elements (the last may hold fewer).
 """
@@ -160,10 +160,10 @@ def _rows(vector_N: Tensor, block: int) -> Tensor:
 
 def join(code_N: UInt8[Tensor, "N"], bits: int) -> UInt8[Tensor, "bytes"]:
     """Codes of 1, 2, 4 or 8 bits in bytes, the first in the low bits."""
-    codes_a_byte = 8 // bits
-    code_nxB = _rows(code_N, codes_a_byte)
+    codes_per_byte = 8 // bits
+    code_nxB = _rows(code_N, codes_per_byte)
     packed = code_nxB[:, 0]
-    for place in range(1, codes_a_byte):
+    for place in range(1, codes_per_byte):
         packed = packed | code_nxB[:, place] << bits * place
     return packed
 

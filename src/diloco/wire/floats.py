@@ -1,4 +1,4 @@
-"""Floating-point codecs: fp32, bf16, fp16 without a scale; e4m3, e5m2, e2m1, e3m0 with one power of two a block.
+"""Floating-point codecs: fp32, bf16, fp16 without a scale; e4m3, e5m2, e2m1, e3m0 with one power of two per block.
 
 E3M0 is the paper's four bits (arXiv 2501.18512, section 3.3); E2M1 with blocks of 32 is MXFP4 (OCP Microscaling
 Formats, version 1.0).
@@ -66,28 +66,28 @@ class _Unscaled(formats.Unscaled, Codec):
 
 @dataclass(frozen=True)
 class FP32(formats.FP32, _Unscaled):
-    """Four bytes an element, unchanged."""
+    """Four bytes per element, unchanged."""
 
     dtype = torch.float32
 
 
 @dataclass(frozen=True)
 class BF16(formats.BF16, _Unscaled):
-    """Two bytes an element: FP32's range, 8 bits of precision."""
+    """Two bytes per element: FP32's range, 8 bits of precision."""
 
     dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class FP16(formats.FP16, _Unscaled):
-    """Two bytes an element: 11 bits of precision down to 6e-5, steps of 6e-8 below, up to ±65504."""
+    """Two bytes per element: 11 bits of precision down to 6e-5, steps of 6e-8 below, up to ±65504."""
 
     dtype = torch.float16
 
 
 @dataclass(frozen=True)
 class _Scaled(BlockCodec):
-    """A small float times 2^(byte − 127), one E8M0 byte of 0 … 254 a block.
+    """A small float times 2^(byte − 127), one E8M0 byte of 0 … 254 per block.
 
     Rounding is to the nearest in value, and saturates.
     """
@@ -224,7 +224,7 @@ class E2M1(formats.E2M1, _Scaled):
 
 @dataclass(frozen=True)
 class E3M0(formats.E3M0, _Scaled):
-    """Sign and 3 exponent bits: {0} ∪ {±S·2^(k−7), k = 1 … 7}, under one scale S = 2^(byte − 127) a block.
+    """Sign and 3 exponent bits: {0} ∪ {±S·2^(k−7), k = 1 … 7}, under one scale S = 2^(byte − 127) per block.
 
     A block's scale is its largest magnitude, rounded; it saturates at 2^127. Ties go to the larger magnitude;
     below half of the smallest magnitude, 0. The code is sign·8 + k, and 0 for zero.

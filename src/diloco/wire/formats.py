@@ -79,8 +79,8 @@ class Unscaled(Format):
 class Blocks(Format):
     """A scale for every K elements, and a code of a few bits for each element.
 
-    The body is the scales of all blocks, then the codes, 8 / bits of them a byte, from the low bits up; the unused
-    bits of the last byte are 0. Blocks run through the flat vector; the last may be shorter.
+    The body is the scales of all blocks, then the codes, 8 / bits of them per byte, from the low bits up; the
+    unused bits of the last byte are 0. Blocks run through the flat vector; the last may be shorter.
     """
 
     block: int = 256
@@ -95,9 +95,9 @@ class Blocks(Format):
 
     def __post_init__(self) -> None:
         """Refuse a block that ends within a byte."""
-        codes_a_byte = 8 // self.bits
-        if not 2 <= self.block <= 1 << 16 or self.block % codes_a_byte:
-            multiple = f", a multiple of {codes_a_byte}" if codes_a_byte > 1 else ""
+        codes_per_byte = 8 // self.bits
+        if not 2 <= self.block <= 1 << 16 or self.block % codes_per_byte:
+            multiple = f", a multiple of {codes_per_byte}" if codes_per_byte > 1 else ""
             raise UserError(f"{self.name}: block must be from 2 to 65536 elements{multiple}, not {self.block}")
 
     def body_bytes(self, num_elements: int) -> int:
@@ -141,19 +141,19 @@ class Sparse(Format):
 
 
 class FP32(Unscaled):
-    """Four bytes an element, unchanged."""
+    """Four bytes per element, unchanged."""
 
     name, element_bytes = "fp32", 4
 
 
 class BF16(Unscaled):
-    """Two bytes an element: FP32's range, 8 bits of precision."""
+    """Two bytes per element: FP32's range, 8 bits of precision."""
 
     name, element_bytes = "bf16", 2
 
 
 class FP16(Unscaled):
-    """Two bytes an element: 11 bits of precision down to 6e-5, steps of 6e-8 below, up to ±65504."""
+    """Two bytes per element: 11 bits of precision down to 6e-5, steps of 6e-8 below, up to ±65504."""
 
     name, element_bytes = "fp16", 2
 

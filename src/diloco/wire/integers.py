@@ -1,4 +1,4 @@
-"""Integer codecs: int8, int4, int2, symmetric about zero, under one FP32 scale a block.
+"""Integer codecs: int8, int4, int2, symmetric about zero, under one FP32 scale per block.
 
 Shapes: B blocks of K elements.
 """

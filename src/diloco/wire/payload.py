@@ -132,7 +132,7 @@ class Codec(Format):
         return self.seal(payload, delta_N.numel(), base=base)
 
     def packed(self, delta_N: Tensor, key: Key) -> tuple[Tensor, Tensor]:
-        """A payload of which only the body is written, and a bool on its device: whether the vector is finite.
+        """A payload of which only the body is written, and a bool on its device: True if the vector is finite.
 
         Nothing is read on the host: a GPU need not be waited for.
 
@@ -313,7 +313,7 @@ class Unsealed(Codec):
     sizes: list[int] = field(default_factory=list)
     """Elements of each payload that was encoded, in order."""
     are_finite: list[Tensor] = field(default_factory=list)
-    """For each payload a bool on its device: whether its vector was finite."""
+    """For each payload a bool on its device: True if its vector was finite."""
 
     name = "unsealed"
 

@@ -62,7 +62,7 @@ class _Sparse(formats.Sparse, Codec):
         return self.are_places(body[:end], num_elements) & are_values
 
     def are_places(self, body: UInt8[Tensor, "bytes"], num_elements: int) -> Bool[Tensor, ""]:
-        """True if `pack_places` can have written these bytes, and where it writes none."""
+        """True if `pack_places` can have written these bytes, or writes none."""
         return torch.ones((), dtype=torch.bool, device=body.device)
 
     @abstractmethod
@@ -86,7 +86,7 @@ class TopK(formats.TopK, _Sparse):
 
     Of each place, ascending, the low l = ⌊log2(N/k)⌋ bits are sent as they are, k·l bits together. The rest, place
     div 2^l, is sent as a bit vector of k + ⌊(N − 1)/2^l⌋ bits: for the j-th place (from 0), bit j + place div 2^l
-    is set. Both are rounded up to bytes; bits fill a byte from the low end. That is at most 2 + log2(N/k) bits a
+    is set. Both are rounded up to bytes; bits fill a byte from the low end. That is at most 2 + log2(N/k) bits per
     place, and does not depend on the places.
     """
 
@@ -120,7 +120,7 @@ class TopK(formats.TopK, _Sparse):
         return place_k.clamp(0, max(0, num_elements - 1)), is_sound
 
     def are_places(self, body: UInt8[Tensor, "bytes"], num_elements: int) -> Bool[Tensor, ""]:
-        """True if so many places are named, ascending and all in the vector."""
+        """True if k places are named, ascending and all in the vector."""
         return self.unpack_places(body, num_elements, Key())[1]
 
 
@@ -158,7 +158,7 @@ CODECS = (TopK, FedDropout, DARE)
 
 
 def _ones(bits: UInt8[Tensor, "bits"], kept: int) -> tuple[Int64[Tensor, "k"], Bool[Tensor, ""]]:
-    """The places of k ones, and whether there are as many; if not, some places are not those of ones."""
+    """The places of k ones, and True if there are exactly k; if not, some places are not those of ones."""
     if bits.device.type != "cpu":  # a GPU would wait to learn how many there are
         return torch.nonzero_static(bits, size=kept, fill_value=0).view(-1), bits.sum(dtype=torch.int64) == kept
     ones = bits.nonzero().view(-1)

@@ -232,7 +232,7 @@ class Session:
             connection = meeting.reach(partial(dial, meeting.address, _BOARD, self.security))
             board, own_address = RemoteBoard(connection, timeout_seconds), connection.getsockname()[0]
             try:
-                listener, _ = listen(own_address, port + meeting.site.rank)
+                listener, _ = listen(own_address, port + meeting.rank)
             except UserError:
                 listener, _ = listen(own_address, 0)
             bracketed = f"[{own_address}]" if ":" in own_address else own_address

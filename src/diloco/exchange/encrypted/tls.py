@@ -265,6 +265,7 @@ _SIGNS_OF_ANOTHER_PROOF = ("certificate verify failed", "unknown ca", "decrypt e
 
 
 _LEAST_CHARACTERS = 16
+_COST = {"n": 1 << 15, "r": 8, "p": 1}  # 32 MiB and a tenth of a second
 _FILES = ("tls.crt", "tls.key", "ca.crt")
 
 
@@ -276,8 +277,7 @@ def _from_secret(secret: str) -> Security:
             "the argument or as DILOCO_SECRET in the environment",
             "secret",
         )
-    cost = {"n": 1 << 15, "r": 8, "p": 1}  # 32 MiB and a tenth of a second
-    seed = hashlib.scrypt(secret.encode(), salt=b"diloco.connect", maxmem=1 << 26, dklen=32, **cost)
+    seed = hashlib.scrypt(secret.encode(), salt=b"diloco.connect", maxmem=1 << 26, dklen=32, **_COST)
     key = Ed25519PrivateKey.from_private_bytes(seed)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "diloco")])
     # All of it is fixed, so that all processes make the same bytes; clocks need not agree.

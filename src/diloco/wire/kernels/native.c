@@ -1,4 +1,4 @@
-// One pass over memory where plain torch takes several: the codecs with one scale a block, the outer step,
+// One pass over memory where plain torch takes several: the codecs with one scale per block, the outer step,
 // and the digest of Θ.
 // Every operation is rounded on its own, as in the reference: compile with -ffp-contract=off.
 

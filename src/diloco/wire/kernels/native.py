@@ -99,7 +99,7 @@ OUTER_STEPS = {torch.float32: "outer_step", torch.bfloat16: "outer_step_bf16"}
 """The function for each dtype of θ."""
 
 # With fewer elements a thread ends before the next one has started.
-_ELEMENTS_A_THREAD = 1 << 20
+_ELEMENTS_PER_THREAD = 1 << 20
 
 
 class Native:
@@ -212,7 +212,7 @@ def _check_reach(name: str, tensor: Tensor, dtype: torch.dtype, num_elements: in
 
 def _on_threads(call: Callable[[int, int], bool], num_elements: int, unit: int) -> bool:
     """Call a function on (start, length) of ranges that begin at multiples of `unit`; True if all calls are."""
-    num_threads = min(torch.get_num_threads(), num_elements // _ELEMENTS_A_THREAD)
+    num_threads = min(torch.get_num_threads(), num_elements // _ELEMENTS_PER_THREAD)
     if num_threads < 2:
         return call(0, num_elements)
     size = -(-num_elements // (num_threads * unit)) * unit
