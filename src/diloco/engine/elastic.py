@@ -6,7 +6,7 @@ Shapes: N elements of one fragment.
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from diloco.engine.outer_state import ERROR, OUTER
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.replica import Membership, Replica
 from diloco.errors import DisagreementError, ExchangeError, UserError
+from diloco.exchange.transport import fail_together
 from diloco.outer.cohort import Cohort
 from diloco.outer.merge import MergeRule, Mixing, Translation
 from diloco.outer.step import OuterStep, merge_in_place
@@ -159,14 +160,9 @@ class ElasticMembership(Membership):
     def _has_uncounted(self, p: int) -> bool:
         return p not in self.in_flight and self.replica.num_steps > self.counted[p][1]
 
-    @contextmanager
-    def fail_together(self) -> Iterator[None]:
+    def fail_together(self) -> AbstractContextManager[None]:
         """A context whose errors end this replica's part in the run."""
-        try:
-            yield
-        except Exception as error:
-            self.rendezvous.abort(str(error) or type(error).__name__)
-            raise
+        return fail_together(self.rendezvous)
 
     def is_due(self) -> bool:
         """True if something is sent, decided, waited for, or to be looked at."""
