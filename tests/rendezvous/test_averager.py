@@ -17,7 +17,7 @@ from torch import nn
 
 import diloco
 from diloco.outer.averages import share_size
-from diloco.rendezvous.log.run import turns
+from diloco.rendezvous.deciding import turns
 from diloco.rendezvous.objects import AVERAGE, AverageHeader, open_average
 from diloco.rendezvous.payloads import Averager
 from diloco.rendezvous.replay import Replay

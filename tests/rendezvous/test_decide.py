@@ -6,8 +6,8 @@ import pytest
 from tests.rendezvous.cases import Log
 
 from diloco.errors import DisagreementError
+from diloco.rendezvous.deciding import may_decide, of_the_run, turns
 from diloco.rendezvous.log.entries import Leave
-from diloco.rendezvous.log.run import may_decide, of_the_run, turns
 
 
 def decided(log: Log, *replicas: int, own: int = 0, overlap_over: bool = False, patience_over: bool = False):

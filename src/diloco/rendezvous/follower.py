@@ -5,12 +5,10 @@ All of it runs in one asyncio loop. The training thread sets plain values here, 
 
 import asyncio
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from diloco.errors import DilocoError, ExchangeError
@@ -20,13 +18,13 @@ from diloco.rendezvous.contract import (
     Content,
     Decision,
     Form,
-    Offer,
     StoredSnapshot,
 )
-from diloco.rendezvous.log.entries import Body, Contribution, Entry, Leave, LogError, Outer, Snapshot
+from diloco.rendezvous.deciding import Decider, Pace
+from diloco.rendezvous.log.entries import Body, Entry, Leave, LogError, Outer, Snapshot
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import FOR_EVER, Log, source_of
-from diloco.rendezvous.log.run import OuterRef, RunState, may_decide, turns
+from diloco.rendezvous.log.run import OuterRef, RunState
 from diloco.rendezvous.objects import Objects
 from diloco.rendezvous.payloads import Access, Averager, Inbox, Outbox
 from diloco.rendezvous.store import Store
@@ -189,20 +187,6 @@ class Background:
         self._loop.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pace:
-    """A replica's own timing."""
-
-    poll_seconds: float
-    """Time between two looks into the store."""
-    memory_bytes: int
-    """Size of the others' payloads in memory, and of all values."""
-    patience: int
-    """Inner steps after t + τ, after which a replica decides with the payloads that are there."""
-    drain_seconds: float
-    """Seconds after the last inner step, after which a replica decides with the payloads that are there."""
-
-
 class Follower:
     """Follows the log for one replica.
 
@@ -248,7 +232,7 @@ class Follower:
         self.snapshots = SnapshotQueue(store, log)
         """The snapshots to upload, each with its entry, unless a newer one comes before its turn."""
         self._watched: set[int] = set()
-        self._could_decide: dict[tuple[int, int], float] = {}
+        self._decider = Decider(own, pace)
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
@@ -357,42 +341,12 @@ class Follower:
         """The outer entry that this replica may write now."""
         for p, offer in self.outbox.offers.items():
             applied, base = self.bases[p]
-            log = self.state.fragments[p]
-            if applied != log.round:
+            if applied != self.state.fragments[p].round:
                 continue  # the training thread has not taken the last outer step yet
             here = self.inbox.of_the_run(p, f"{base:016x}")
-            is_over, is_late = self._deadlines(offer)
-            parts = may_decide(self.state, p, here, self._own, overlap_over=is_over, patience_over=is_late)
-            if parts is None and is_late and self._own in here:
-                self._check_norm(p, here[self._own])
-            if parts is not None and self._is_turn(p, log.round + 1, parts):
-                return Outer(fragment=p, round=log.round + 1, before=f"{base:016x}", contributions=parts)
+            if parts := self._decider.parts(self.state, offer, here, self.step, self.draining_since):
+                return Outer(fragment=p, round=applied + 1, before=f"{base:016x}", contributions=parts)
         return None
-
-    def _check_norm(self, p: int, own: Contribution) -> None:
-        """Fail if no outer entry can take an own payload, which would stay on its way for ever."""
-        if reason := self.state.refusal_of_norm(p, own.norm):
-            raise ExchangeError(
-                f"the run leaves out this replica's outer gradient of fragment {p}: {reason}, which is "
-                f"{self.state.rules.norm_bound:g} times the median; it has gone too far from the others, or its "
-                "numbers are wrong: start it again under another name, which begins at the run's outer parameters"
-            )
-
-    def _deadlines(self, offer: Offer) -> tuple[bool, bool]:
-        """For τ and for τ + patience, true if so many inner steps have passed since an offer."""
-        if (since := self.draining_since) is not None:  # the training thread may end it meanwhile
-            return True, time.monotonic() > since + self._pace.drain_seconds
-        elapsed = self.step - offer.step - offer.overlap
-        return elapsed >= 0, elapsed >= self._pace.patience
-
-    def _is_turn(self, p: int, number: int, parts: Sequence[Contribution]) -> bool:
-        """True if those before this replica, in an order that changes with each entry, had time to write."""
-        since = self._could_decide.setdefault((p, number), time.monotonic())
-        order = turns(self.state.previous, (c.replica for c in parts))
-        is_turn = time.monotonic() >= since + order.index(self._own) * self._pace.poll_seconds / 2
-        if is_turn:
-            self._could_decide.clear()
-        return is_turn
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):

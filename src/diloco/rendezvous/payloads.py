@@ -20,10 +20,11 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.files import sha256
 from diloco.rendezvous.contract import Content, Offer, Payload
+from diloco.rendezvous.deciding import of_the_run, turns
 from diloco.rendezvous.log.entries import Claim, Contribution, LogError, Outer
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import FOR_EVER, Log, source_of
-from diloco.rendezvous.log.run import OuterRef, RunState, of_the_run, turns
+from diloco.rendezvous.log.run import OuterRef, RunState
 from diloco.rendezvous.objects import (
     AVERAGE,
     PAYLOAD,
@@ -157,7 +158,7 @@ class Inbox:
         """The payloads taken against the run's Θ_p, whose digest here is `base`; a warning names each other one.
 
         Raises:
-            DisagreementError: as `run.of_the_run`.
+            DisagreementError: as `deciding.of_the_run`.
         """
         arrived = self.here[fragment]
         here = {replica: one.contribution for replica, one in arrived.items()}

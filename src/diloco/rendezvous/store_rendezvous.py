@@ -14,7 +14,8 @@ from torch import Tensor
 from diloco.errors import DilocoError, ExchangeError, UserError
 from diloco.exchange.transport import wait_for_all
 from diloco.rendezvous.contract import Decision, Form, Joined, News, Offer
-from diloco.rendezvous.follower import Background, Follower, Pace
+from diloco.rendezvous.deciding import Pace
+from diloco.rendezvous.follower import Background, Follower
 from diloco.rendezvous.joining import Wish, join, missing, newest_snapshots, outer_entries_to_replay, withdraw
 from diloco.rendezvous.log.entries import MOST_SHARES, Rules
 from diloco.rendezvous.log.keys import Signer, signer_of_environment
