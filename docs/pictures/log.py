@@ -46,7 +46,7 @@ def main() -> None:
     parts += [part for number, entry in enumerate(ENTRIES) for part in arrows(number, entry)]
     parts += [part for number, entry in enumerate(ENTRIES) for part in box(number, entry)]
     parts.append(text(20, LOG + 5, "the log", INK))
-    caption = "whoever is first to create the next entry decides; Θ is what the entries make, in their order"
+    caption = "the first replica to create the next entry decides; Θ is what the entries make, in their order"
     parts.append(text(20, HEIGHT - 16, caption, FAINT))
     picture = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '

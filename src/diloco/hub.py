@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: a brief question if it is there, files from it, and folders to it."""
+"""The Hugging Face Hub: a short check that it answers, files from it, and folders to it."""
 
 import os
 import re

@@ -45,6 +45,7 @@ simulate bandwidth SIZE                            => diloco simulate bandwidth 
 train tiny --optimizer.beta1 x                     => --optimizer.beta1 takes a number, not 'x'
 train tiny --diloco.overlap-steps x                => --diloco.overlap-steps takes a whole number, not 'x'
 train tiny --seed                                  => --seed needs a value
+generate --max-tokens 5 runs/x --temperature abc   => --temperature takes a number, not 'abc'
 
 train tiny --num-tokens 7                          => than half a step of --global-batch·--sequence-length=512
 train tiny TEXT --diloco.freeze --diloco.fragments whole => --diloco.freeze

@@ -46,6 +46,11 @@ def test_a_rendezvous_by_flag_starts_one_replica_of_a_file(tmp_path):
         assert (config.num_replicas, config.rendezvous, config.seed) == (num_replicas, "store", 3)
 
 
+def test_a_value_behind_an_equals_sign_may_begin_with_a_dash():
+    config = train._parsed(["tiny", "--name=-x", "--num-tokens=1M", "--runs=-runs"])[0].config
+    assert (config.name, config.runs) == ("-x", Path("-runs"))
+
+
 def test_a_dry_run_prints_what_the_run_would_be_and_starts_nothing(small_corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(f'[data]\ntrain = ["{small_corpus}"]\nheld_out_fraction = 0.1\n')

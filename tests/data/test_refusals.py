@@ -113,6 +113,7 @@ FILES = [
     ("a.txt.zst", zstandard.compress(b"x" * 99)[:-3], "Truncated", ""),
     ("a.csv", b"text,text\none,two\n", ".* several columns `text`: rename all but one", ""),
     ("a.csv", b"text,n\na,1\nb\n", "row 2 has 1 fields, and the header 2", ""),
+    ("a.csv", b'"te"xt,id\na,1\n', "the header is not CSV: ", ""),
     ("a.csv", b'text\n"a\n', "row 1 is not CSV: unexpected end of data", ""),
     ("a.csv", b'text\n"a" b\n', "row 1 is not CSV: ", ""),
     ("a.csv", b"text\n\xff\n", "it is no text in UTF-8", ""),

@@ -56,7 +56,9 @@ def member_of(script: Script) -> tuple[ElasticMembership, Tensor]:
     settings = settings_of(
         model,
         fragments=diloco.whole(model),
-        schedule=lambda num_fragments: diloco.Schedule(sync_every=8, num_fragments=num_fragments, overlap_steps=1),
+        schedule_for=lambda num_fragments: diloco.Schedule(
+            sync_every=8, num_fragments=num_fragments, overlap_steps=1
+        ),
         outer=diloco.Nesterov(lr=0.5, momentum=0.0),
         mixing=ALPHA,
         wire="fp32",

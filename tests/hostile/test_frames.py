@@ -211,7 +211,7 @@ def test_a_huge_announcement_takes_no_memory():
 def test_hostile_notices_end_the_wait(text):
     store = dist.HashStore()
     notices = Notices(store, 0, 2, 2)
-    store.set("finish/0/1", text)
+    store.set("finishing/1", text)
     reasons: list[str] = []
     with notices.watching(Tag(Channel.PAYLOAD, 0, 1, step=5), reasons.append):
         notices.look()

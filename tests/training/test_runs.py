@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.data.test_shards import INDEX, SHARD
+from tests.data.corpora import INDEX, SHARD
 from tests.processes import run_replicas
 
 from diloco.data.shards import INDEX_FILE, write_record

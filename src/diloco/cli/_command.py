@@ -87,14 +87,14 @@ def parsed(kind: Callable[..., Any], arguments: Sequence[str], *, prog: str, **o
 def _mistake(kind: Callable[..., Any], arguments: Sequence[str], prog: str, *, has_default: bool) -> str:
     """The reason why a command line can't be parsed: the first flag whose values do not fit, or what it lacks."""
     own = {argument.name: argument for argument in arguments_of(kind)}
-    before, given = by_flag(arguments)
+    before, given = _by_flag(arguments)
     for word, values in given:
         argument = own.get(field_of(word))
         if argument is None or argument.kind is bool:
             continue
         if not values:
             return f"{word} needs a value"
-        for value in values:
+        for value in values if argument.takes_many else values[:1]:
             if not argument.fits(value):
                 return f"{word} takes {argument.expected}, not {value!r}"
     fields = {field_of(word) for word, _ in given}
@@ -104,7 +104,7 @@ def _mistake(kind: Callable[..., Any], arguments: Sequence[str], prog: str, *, h
     return f"{prog} can't take {shlex.join(arguments)!r:.200}"
 
 
-def by_flag(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+def _by_flag(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """The words before the first flag, and each flag, as it is typed, with the words that follow it."""
     before: list[str] = []
     given: list[tuple[str, list[str]]] = []
@@ -172,6 +172,12 @@ class Argument:
     def label(self) -> str:
         """The argument as help calls it."""
         return "--" + self.name.replace("_", "-") if self.is_flag else self.metavar or self.name.upper()
+
+    @property
+    def takes_many(self) -> bool:
+        """True if several values may follow the flag."""
+        kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
+        return any(get_origin(kind) is tuple for kind in kinds)
 
     @property
     def expected(self) -> str:

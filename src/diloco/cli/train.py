@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from diloco.cli._command import asks_for_help, by_flag, field_of, spelled
+from diloco.cli._command import asks_for_help, field_of, spelled
 from diloco.cli._explain import hinted
 from diloco.cli._recipe import changed, named_recipe
 from diloco.errors import UserError
@@ -100,15 +100,16 @@ _FIRST_WORDS = ("resume", "config", "rendezvous", "model.hf", "model.lora", "num
 def _words(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """The values of the first words, and the other arguments."""
     words: dict[str, str] = {}
-    others, given = by_flag(arguments)
-    for name, values in given:
-        if field_of(name) not in _FIRST_WORDS:
-            others += [name, *values]
-        elif not values:
+    others: list[str] = []
+    rest = iter(arguments)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or field_of(name) not in _FIRST_WORDS:
+            others.append(word)
+            continue
+        if not equals and (value := next(rest, "--")).startswith("--"):
             raise UserError(f"{name} needs a value (diloco train --help)")
-        else:
-            words[field_of(name)] = values[0]
-            others += values[1:]
+        words[field_of(name)] = value
     return words, others
 
 

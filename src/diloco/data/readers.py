@@ -140,18 +140,19 @@ def _read_csv(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document
     csv.field_size_limit(max(csv.field_size_limit(), reading.longest_bytes))
     lines = codecs.iterdecode(file, "utf-8-sig")  # a spreadsheet writes a byte order mark
     rows = filter(None, csv.reader(lines, strict=True))  # without blank lines
-    number = 0
+    place = "the header"
     try:
         header = next(rows, list[str]())
         if header.count(reading.text_field) > 1:
             raise UserError(f"the header has several columns `{reading.text_field}`: rename all but one")
+        place = "row 1"
         for number, row in enumerate(rows, start=1):
             if len(row) != len(header):
-                raise UserError(f"row {number} has {len(row)} fields, and the header {len(header)}")
+                raise UserError(f"{place} has {len(row)} fields, and the header {len(header)}")
             values = dict(zip(header, row, strict=True))
-            yield reading.document(values, default_id=f"{name}:{number}", place=f"row {number}")
+            yield reading.document(values, default_id=f"{name}:{number}", place=place)
+            place = f"row {number + 1}"
     except csv.Error as error:
-        place = f"row {number + 1}"
         is_long = "field limit" in str(error)
         raise reading.too_long(place) if is_long else UserError(f"{place} is not CSV: {error}") from error
 

@@ -143,10 +143,12 @@ class SlotSampler:
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The batches of one process, such as
+    """The batches of one process.
 
-    sampler = Sampler(num_windows=shards.num_windows(length), global_batch=8)
-    Batches(shards=shards, sequence_length=length, windows=partial(sampler.windows, replica=0, num_replicas=2))
+    Example:
+        sampler = Sampler(num_windows=shards.num_windows(length), global_batch=8)
+        windows = partial(sampler.windows, replica=0, num_replicas=2)
+        Batches(shards=shards, sequence_length=length, windows=windows)
     """
 
     shards: TokenShards
@@ -154,10 +156,10 @@ class Batches:
     sequence_length: int
     """Tokens in a sequence; a window holds one more, the last token's target."""
     windows: Callable[[int], np.ndarray]
-    """The windows that this process reads at a step, counted from 1: int64, shape (size,)."""
+    """The windows that this process reads at a step, counted from 1: int64, shape (K,)."""
 
     def batch(self, step: int) -> np.ndarray:
-        """The tokens to read at `step`: int64, shape (size, sequence_length + 1)."""
+        """The tokens to read at `step`: int64, shape (K, sequence_length + 1)."""
         return np.stack([self.shards.window(int(i), self.sequence_length) for i in self.windows(step)])
 
 

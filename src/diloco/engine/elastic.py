@@ -232,10 +232,11 @@ class ElasticMembership(Membership):
             replica.check_parameters((p,))
             # A payload per share: each share is addressed to one of so many.
             flight = replica.encode(sync, key, Cohort.equal(self.form.num_shares), base=base)
+            values_N = flight.own()  # before there is a checksum to verify
             with replica.naming_non_finite(sync):
                 flight.seal()
-            values_N = flight.own()
             replica.on_send(sync, values_N.clone)
+            self._take_digests(p)  # the rule may have changed its vectors
         then_tokens, then_steps = self.counted[p]
         tokens, steps = replica.tokens - then_tokens, step - then_steps
         _check_read(step, tokens, steps)

@@ -200,7 +200,7 @@ def settings_of(
     model: nn.Module,
     *,
     fragments: str | Sequence[Fragment],
-    schedule: Callable[[int], Schedule],
+    schedule_for: Callable[[int], Schedule],
     outer: OuterRule | Optimizer | type[Optimizer] | None,
     mixing: float | MergeRule,
     wire: str | Codec,
@@ -208,7 +208,7 @@ def settings_of(
     error_feedback: float | None,
     seed: int,
 ) -> Settings:
-    """The settings that the engine's arguments stand for; `schedule` makes one of so many fragments.
+    """The settings that the engine's arguments stand for; `schedule_for` makes the schedule for a number of fragments.
 
     Raises:
         UserError: if one is of a wrong type, or two contradict each other; the message says what to pass.
@@ -223,7 +223,7 @@ def settings_of(
         reduction_of(combine, of_payloads)
     return Settings(
         fragments=partition,
-        schedule=schedule(len(partition)),
+        schedule=schedule_for(len(partition)),
         outer=_outer_rule(outer, model),
         mixing=_merge_rule(mixing),
         wire=of_payloads,

@@ -239,11 +239,12 @@ class StreamingDiLoCo:
         with fail_together(cast(Abortable, rendezvous if exchange is None else exchange)):
             check_model(model, exchange)
             check_type("schedule", schedule, Schedule | None, "diloco.Schedule(sync_every=…, num_fragments=…)")
-            timing = partial(schedule_of, schedule=schedule, sync_every=sync_every, overlap_steps=overlap_steps)
             self.settings = settings_of(
                 model,
                 fragments=fragments,
-                schedule=timing,
+                schedule_for=partial(
+                    schedule_of, schedule=schedule, sync_every=sync_every, overlap_steps=overlap_steps
+                ),
                 outer=outer,
                 mixing=mixing,
                 wire=wire,

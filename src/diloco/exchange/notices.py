@@ -129,7 +129,8 @@ class Notices:
         if self._num_processes > 1:
             deadline = time.monotonic() + _SECONDS_TO_BE_READ
             with suppress(RuntimeError):  # a store that is gone took a replica with it, whom the next wait names
-                ask(deadline, self._store.compare_set, self._finish(self._replica), "", str(step))
+                # The count tells this finish from earlier ones, whose notices stay.
+                ask(deadline, self._store.set, f"finishing/{self._replica}", f"{self._num_finishes} {step}")
         yield
         self._num_finishes += 1
         self._in_flight = False
@@ -165,23 +166,19 @@ class Notices:
         except RuntimeError:
             self._in_flight = False  # the store is gone: so are the connections to the process that held it
 
-    def _finish(self, replica: int) -> str:
-        """The key of a replica's present finish; the notices of earlier ones stay under keys of their own."""
-        return f"finish/{self._num_finishes}/{replica}"
-
     def _never_comes(self, tag: Tag) -> str | None:
         """The reason why an exchange will not take place."""
         if not tag.step:
             return None
         for replica in range(self._num_replicas):
-            key = self._finish(replica)
+            key = f"finishing/{replica}"
             if replica == self._replica or not self._store.check([key]):
                 continue
             try:
-                last_step = int(self._store.get(key))
+                finish, last_step = map(int, self._store.get(key).split())
             except ValueError:
                 return f"replica {replica} posted a notice that this version can't read"
-            if last_step < tag.step:
+            if finish == self._num_finishes and last_step < tag.step:
                 return (
                     f"replica {replica} called finish() after step {last_step}, and this replica waits for "
                     f"what is sent after step {tag.step}: let all replicas take the same number of steps"

@@ -202,6 +202,10 @@ class OneProcess:
 class Store(Protocol):
     """A store of torch.distributed, or a board."""
 
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+        ...
+
     def get(self, key: str, /) -> bytes:
         """A value that is there."""
         ...
@@ -215,7 +219,7 @@ class Store(Protocol):
         ...
 
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Write a value if the present one is the expected one, "" for none; the present value."""
+        """Write a value if the present one is the expected one, "" for none; the value that is there then."""
         ...
 
 

@@ -328,7 +328,7 @@ class Gather(Reduction):
 class ReduceScatter(Reduction):
     """The j-th member averages share j, the j-th S elements; the last share is filled up with zeros."""
 
-    second: Codec = field()
+    second: Codec = field()  # required here: the default of the base is None
     num_phases = 2
 
     def __post_init__(self) -> None:

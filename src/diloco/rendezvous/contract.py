@@ -144,14 +144,23 @@ class Decision:
     """True if this replica uploads a snapshot of the fragment before it, whose digest its entry names."""
 
     @classmethod
-    def of(cls, ref: OuterRef, state: RunState, content: Content | StoredSnapshot, **own: Any) -> "Decision":
+    def of(
+        cls,
+        ref: OuterRef,
+        state: RunState,
+        content: Content | StoredSnapshot,
+        *,
+        own_seq: int = -1,
+        with_snapshot: bool = False,
+    ) -> "Decision":
         """The outer step of an entry.
 
         Args:
             ref: the entry.
             state: of the run, whose rules give the weights.
             content: its content.
-            own: the fields about this replica.
+            own_seq: as the field.
+            with_snapshot: as the field.
         """
         body = ref.body
         return cls(
@@ -162,7 +171,8 @@ class Decision:
             cohort=state.cohort(body.contributions),
             content=content,
             base_rounds={c.replica: c.base_round for c in body.contributions},
-            **own,
+            own_seq=own_seq,
+            with_snapshot=with_snapshot,
         )
 
     def keys(self, form: Form) -> list[Key]:

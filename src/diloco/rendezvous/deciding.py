@@ -1,9 +1,9 @@
-"""When a replica decides an outer step, and what it counts: nobody waits for a payload that does not come.
+"""The decision of an outer step: when, and with which payloads. Nobody waits for ever for one that does not come.
 
 With the quorum `majority` a replica writes the outer entry of a fragment
 
-- at once, if the payloads of all active replicas are here;
-- τ inner steps after its own offer, if those of more than half of them are;
+- at once, if the payloads of all active replicas are here, another's against the same newest Θ_p among them;
+- τ inner steps after its own offer, if those of more than half of them are, with such a one;
 - `patience` inner steps later with whatever is here, its own alone included.
 
 A payload that comes later counts in a later round, until it is too old. With the quorum `all` it waits for all of
@@ -56,7 +56,7 @@ class Decider:
         step: int,
         draining_since: float | None,
     ) -> tuple[Contribution, ...] | None:
-        """What the next outer entry of the offer's fragment counts, if this replica may write it now.
+        """The contributions of the next outer entry of the offer's fragment; None if this replica must wait.
 
         Args:
             state: after all entries.

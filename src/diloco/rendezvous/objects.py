@@ -234,7 +234,8 @@ def _decode(codec: Codec, payload: Tensor, to_S: Tensor, key: Key, *, source: st
 
 def norm_of(vector_N: Tensor) -> float:
     """‖vector‖₂, summed in FP64: no finite FP32 vector makes it infinite."""
-    pieces = vector_N.split(_ELEMENTS_AT_ONCE)
+    # Devices other than GPUs of CUDA may have no FP64.
+    pieces = (vector_N if vector_N.is_cuda else vector_N.cpu()).split(_ELEMENTS_AT_ONCE)
     return math.sqrt(math.fsum(torch.stack([piece.double().square_().sum() for piece in pieces]).tolist()))
 
 

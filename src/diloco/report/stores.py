@@ -72,6 +72,8 @@ class StoreTail:
         was_behind, self.status = self.is_behind, self._log.again()
         now, (self.before, then) = time.monotonic(), self._base
         self.seconds = now - then
+        if was_behind:
+            self.before = None  # it was no look at the present
         if self.before is None or was_behind or self.status.outer_steps > self.before.outer_steps:
             self._base = self.status, now
 

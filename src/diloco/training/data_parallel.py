@@ -152,8 +152,8 @@ class ReplicatedDataParallel(DataParallel):
 class ShardedDataParallel(DataParallel):
     """Replicas of several processes each: FSDP2 averages the gradients inside a replica, this class between them.
 
-    A shard of a gradient is all-reduced with the same shard of the other replicas, of which there are some, while
-    the backward pass goes on.
+    A shard of a gradient is all-reduced with the same shard of the other replicas while the backward pass
+    goes on; there are at least two replicas.
 
     Args:
         model: sharded over the replica's processes.

@@ -48,7 +48,7 @@ def prepare_run(
     if resume is not None:
         _check_device(asked)
         if budget is not None:
-            check_text(asked, field="data.prepared")
+            check_text(replace(asked, name=resume.name, runs=resume.parent), field="data.prepared")
             asked = _with_budget(asked, budget)
         return resume_config(resume, asked)
     refuse_what_means_nothing(asked)

@@ -31,7 +31,7 @@ T = TypeVar("T")
 class Request(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """One operation on one key."""
 
-    operation: Literal["get", "add", "check", "compare_set"]
+    operation: Literal["set", "get", "add", "check", "compare_set"]
     key: Annotated[str, msgspec.Meta(max_length=256)]
     value: bytes = b""
     number: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)] = 0
@@ -51,6 +51,10 @@ class Board(ABC):
             ValueError: if the board can't do what the request asks.
             ExchangeError: if the process that holds the board is gone.
         """
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+        self._answer(Request("set", key, value.encode()), bool)
 
     def get(self, key: str, /) -> bytes:
         """A value that is there."""
@@ -102,6 +106,9 @@ class OwnBoard(Board):
                     if present is None:
                         raise ValueError(f"there is no {request.key}")
                     return present
+                case "set":
+                    self._write(request.key, request.value)
+                    return True
                 case "compare_set":
                     if present is None:
                         self._write(request.key, request.value)

@@ -226,8 +226,12 @@ def open_run(url: str) -> Store:
     """The store of a run that is there; a directory that is not there is not made.
 
     Raises:
-        UserError: for a wrong URL, or a directory without a run.
+        UserError: for a wrong URL, or a directory that can't be read or holds no run.
     """
-    if not is_store(url):
+    try:
+        is_there = "://" in url or (expanded(url) / ENTRY.name(0)).is_file()
+    except OSError as error:
+        raise UserError(f"{url} can't be read: {error.strerror}", "url") from error
+    if not is_there:
         raise UserError(f"{url} holds no run: {ENTRY.name(0)} is missing", "url")
     return Store.open(url)
