@@ -208,7 +208,10 @@ def settings_of(
     error_feedback: float | None,
     seed: int,
 ) -> Settings:
-    """The settings that the engine's arguments stand for; `schedule_for` makes the schedule for a number of fragments.
+    """The settings that the engine's arguments stand for.
+
+    Args:
+        schedule_for: makes the schedule for a number of fragments; the others are as in `StreamingDiLoCo`.
 
     Raises:
         UserError: if one is of a wrong type, or two contradict each other; the message says what to pass.
