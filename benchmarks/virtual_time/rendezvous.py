@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diloco.files import sha256
 from diloco.rendezvous.contract import Content, Decision, Form, Joined, News, Offer, Payload, StoredSnapshot
+from diloco.rendezvous.deciding import may_decide
 from diloco.rendezvous.log.entries import (
     FORMAT,
     Body,
@@ -25,7 +26,7 @@ from diloco.rendezvous.log.entries import (
     Snapshot,
 )
 from diloco.rendezvous.log.log import ENTRY
-from diloco.rendezvous.log.run import OuterRef, RunState, may_decide
+from diloco.rendezvous.log.run import OuterRef, RunState
 from diloco.rendezvous.objects import seal_snapshot, snapshot_name
 
 

@@ -20,9 +20,10 @@ from tests.rendezvous.referee import (
 
 from diloco.files import sha256
 from diloco.rendezvous.archive import INDEX, Index, open_index, retirable
+from diloco.rendezvous.deciding import may_decide, turns
 from diloco.rendezvous.log.entries import Body, Contribution, Join, Leave, Outer, Snapshot, new_entry
 from diloco.rendezvous.log.log import ENTRY
-from diloco.rendezvous.log.run import RunState, may_decide, turns
+from diloco.rendezvous.log.run import RunState
 
 OVERLAP, PATIENCE = 1, 3
 """τ and patience in inner steps."""
