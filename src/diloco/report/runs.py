@@ -126,7 +126,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "MFU": "{:.1%}".format,
     "memory": megabytes,
     "sent per replica": megabytes,
-    _DATA_PARALLEL: lambda num_bytes: f"would send {megabytes(num_bytes)}",
+    _DATA_PARALLEL: lambda num_bytes: f"would send {megabytes(num_bytes)} in FP32",
 }
 
 
