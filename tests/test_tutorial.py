@@ -16,8 +16,6 @@ from diloco.cli.main import main
 
 PAGE = Path(__file__).parents[1] / "docs" / "tutorial" / "transformers-model.md"
 IMPORTS = ("transformers.models.gpt2.modeling_gpt2", "peft", "torch.utils.tensorboard", "diloco.training.loop")
-FEWER_TOKENS = ["--evaluation.num-tokens", "8192"]
-"""Of held-out text: the reader's runs are evaluated on all that there is, which takes longer than to train."""
 pytestmark = pytest.mark.slow
 
 
@@ -52,7 +50,7 @@ def call(command: str) -> tuple[Any, ...]:
         _, text, _, _, *others = words
         return answer, text + "\n", others
     if words[0] == "diloco":
-        return main, words[1:] + (FEWER_TOKENS if words[1:3] == ["train", "tiny"] else [])
+        return main, words[1:]
     return (run_code, words[2]) if words[0] == "python" else (run_shell, command)
 
 
