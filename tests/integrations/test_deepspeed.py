@@ -102,7 +102,7 @@ CASES = [(1, "bf16", True), (2, "bf16", False), (2, "fp32", True)]
 
 
 def train_all(folder: str, ports: list[int]) -> tuple[list[tuple[str, float]], str, str]:
-    """The results of each case, the error without masters, and that of ZeRO 3, in a process of two sites of two."""
+    """The results of each case, and the errors without masters and of ZeRO 3, in a process of two sites."""
     warnings.simplefilter("ignore")  # DeepSpeed's own
     number = int(os.environ["DILOCO_REPLICA"])
     site, rank = divmod(number, 2)
