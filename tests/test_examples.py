@@ -1,16 +1,10 @@
 """The examples and the code blocks of the docs, as a reader would start them."""
 
-import contextlib
-import io
-import itertools
 import multiprocessing
-import os
 import re
 import runpy
 import subprocess
 import sys
-import warnings
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,12 +12,9 @@ import torch
 import torch.distributed as dist
 from tests.ports import free_port
 from tests.processes import run_main, run_replicas
+from tests.running import EXAMPLES, ROOT, SNIPPETS, losses, replicas_agree, run_example
 
 from diloco.rendezvous.status import Look
-
-ROOT = Path(__file__).parents[1]
-EXAMPLES = ROOT / "examples"
-SNIPPETS = ROOT / "docs" / "snippets"
 
 
 def torchrun(cwd: Path, num_processes: int, *command: str) -> str:
@@ -31,33 +22,6 @@ def torchrun(cwd: Path, num_processes: int, *command: str) -> str:
     process = subprocess.run([*launcher, *command], cwd=cwd, capture_output=True, text=True, timeout=200)
     assert process.returncode == 0, process.stderr
     return process.stdout
-
-
-def run_example(folder: str, port: int, num_processes: int, name: str, *arguments: str) -> str:
-    """The output of an example in one of the processes that a torchrun would start, several times side by side."""
-    os.chdir(folder)
-    job, rank = divmod(int(os.environ.pop("DILOCO_REPLICA")), num_processes)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_processes)}
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port + job),
-        "TORCHELASTIC_RUN_ID": str(port + job),
-    }
-    sys.argv = [name, *(argument.format(job=job) for argument in arguments)]
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), warnings.catch_warnings():
-        warnings.simplefilter("default")
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    return output.getvalue()
-
-
-def losses(output: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"loss ([0-9.]+)", output)]
-
-
-def replicas_agree(output: str, *, num_processes: int) -> bool:
-    hashes = re.findall("outer hash ([0-9a-f]{16})", output)
-    return len(hashes) == num_processes and len(set(hashes)) == 1
 
 
 @pytest.mark.slow
@@ -75,31 +39,6 @@ def test_two_sites_of_two_processes_agree(tmp_path):
     outputs = run_replicas(*run, joined=False, timeout_seconds=150)
     assert all(losses(output)[-1] < losses(output)[0] for output in outputs[::2])
     assert replicas_agree("".join(outputs), num_processes=4)
-
-
-def run_sharded_then_whole(folder: str, ports: list[int]) -> list[str]:
-    """The outputs of the example with two processes a replica, and in the first two of four with one."""
-    rank = os.environ["DILOCO_REPLICA"]
-    outputs = [run_example(folder, ports[0], 4, "sharded_replicas.py")]
-    if int(rank) < 2:
-        os.environ["DILOCO_REPLICA"] = rank
-        flags = ("--num-shards", "1", "--resume")
-        outputs.append(run_example(folder, ports[1], 2, "sharded_replicas.py", *flags))
-    return outputs
-
-
-@pytest.mark.slow
-def test_sharded_replicas_go_on_unsharded(tmp_path):
-    pytest.importorskip("transformers")
-    arguments = (run_sharded_then_whole, 4, str(tmp_path), [free_port(), free_port()])
-    imports = ["transformers.models.llama.modeling_llama"]
-    results = run_replicas(*arguments, joined=False, timeout_seconds=150, imports=imports)
-    output, resumed = ("".join(outputs) for outputs in itertools.zip_longest(*results, fillvalue=""))
-    assert replicas_agree(output, num_processes=4) and replicas_agree(resumed, num_processes=2)
-    (first, *_, last), (again, end) = losses(output), losses(resumed)
-    assert last < 1 < first and again < first
-    # Rank 0's loss is of half of the batch in one case, and of all of it in the other.
-    assert end == pytest.approx(last, rel=0.3)
 
 
 def test_the_algorithm_learns_and_its_replicas_agree(capsys):
@@ -154,33 +93,6 @@ def test_the_snippet_of_a_sharded_replica_trains_and_ends_the_run(tmp_path):
     assert status.finished and status.tokens >= 5_000 and min(status.rounds) > 5
 
 
-def run_snippets(snippets: list[str], ports: list[int], folder: str) -> list[str]:
-    os.chdir(folder)
-    hashes = []
-    for snippet, port in zip(snippets, ports, strict=True):
-        os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{port}"
-        with warnings.catch_warnings():
-            warnings.simplefilter("default")
-            hashes.append(runpy.run_path(str(SNIPPETS / snippet))["outer_hash"])
-    return hashes
-
-
-@pytest.mark.slow
-def test_the_snippets_of_frameworks_train_two_replicas(tmp_path):
-    pytest.importorskip("trl")
-    snippets = ["accelerate_loop.py", "transformers_trainer.py", "trl_sft.py"]
-    imports = ["trl.trainer.sft_trainer", "peft", "transformers.models.llama.modeling_llama"]
-    if find_spec("lightning"):
-        snippets.append("lightning_autoencoder.py")
-        imports.append("lightning")
-    ports = [free_port() for _ in snippets]
-    run = (run_snippets, 2, snippets, ports, str(tmp_path))
-    hashes, others = run_replicas(*run, joined=False, timeout_seconds=150, imports=imports)
-    assert hashes == others and len(set(hashes)) == len(snippets)
-    assert (tmp_path / "trained/replica-0/model.safetensors").exists()
-    assert (tmp_path / "tuned/replica-1/adapter_model.safetensors").exists()
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="nccl needs a GPU")
 def test_the_exchange_has_a_group_beside_nccl(tmp_path):
     assert "1 replicas" in torchrun(tmp_path, 1, str(SNIPPETS / "beside_nccl.py"))
@@ -206,8 +118,15 @@ def test_the_readmes_loop_trains(tmp_path):
     assert not all(map(torch.equal, before, model.parameters()))
 
 
-IN_OTHER_TESTS = {"ray_train.py": "integrations/test_ray.py"}
-"""Examples that other tests run."""
+IN_OTHER_TESTS = {
+    "ray_train.py": "integrations/test_ray.py",
+    "lightning_autoencoder.py": "integrations/test_lightning.py",
+    **dict.fromkeys(
+        ("accelerate_loop.py", "transformers_trainer.py", "trl_sft.py", "sharded_replicas.py"),
+        "integrations/test_transformers.py",
+    ),
+}
+"""Examples and snippets that other tests run, since those have imported the frameworks."""
 
 
 def test_every_code_block_of_the_docs_is_part_of_a_file_that_runs():
@@ -218,3 +137,5 @@ def test_every_code_block_of_the_docs_is_part_of_a_file_that_runs():
             assert included and included[1] in tested, f"{page}: {block}"
     untested = {name for name in tested if name not in Path(__file__).read_text()}
     assert not untested
+    for name, test in IN_OTHER_TESTS.items():
+        assert name in (Path(__file__).parent / test).read_text()

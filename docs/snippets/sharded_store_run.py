@@ -15,7 +15,7 @@ dist.init_process_group("gloo")
 shard, num_shards = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)  # all replicas begin with the same parameters: the run compares them
 block = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-model = torch.nn.TransformerEncoder(block, 4)
+model = torch.nn.TransformerEncoder(block, 2)
 
 # --8<-- [start:engine]
 mesh = init_device_mesh("cpu", (num_shards,))

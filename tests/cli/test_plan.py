@@ -5,6 +5,7 @@ import pytest
 from tests.processes import run_main
 
 from diloco.cli.main import main
+from diloco.training import measure
 
 RUN = ["--num-params", "1e9", "--num-layers", "24", "--step-seconds", "0.1"]
 PLAN = ["plan", *RUN, "--latency-seconds", "0.01", "--link-gbit-s"]
@@ -63,12 +64,20 @@ def test_a_plan_says_what_a_bucket_costs(capsys):
     assert float(seconds) > 1.0 and int(steps) == pytest.approx(float(seconds) + 0.5, abs=0.6)
 
 
+def plan_of_few_steps(words: list[str]) -> None:
+    """Plan by the times of fewer steps, also in the replicas, which are forked from this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_MOST_STEPS", 5)
+        patch.setattr(measure.measure_link, "__kwdefaults__", {"seconds": 0.1, "beside": None})
+        main(words)
+
+
 @pytest.mark.slow
 def test_a_plan_measures_this_machine_on_request(tmp_path):
     flags = ["--global-batch", "16", "--diloco.outer-learning-rate", "0.7", "--log-layer-cosine"]
     flags += ["--shards-per-replica", "2"]
     command = ["plan", "--measure", "tiny", "--target", "0.2", *flags]
-    process = run_main(main, command, folder=tmp_path, timeout_seconds=200)
+    process = run_main(plan_of_few_steps, command, folder=tmp_path, timeout_seconds=200)
     assert process.returncode == 0, process.stderr
     assert "replica 1: " in process.stdout and " Gbit/s, latency " in process.stdout
     last = process.stdout.rstrip().splitlines()[-1]

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from tests.integrations.jobs import build, die, is_killed, meet_at
+from tests.running import run_snippets
 from torch import nn
 
 import diloco
@@ -90,13 +91,16 @@ def train_and_be_killed(folder: str) -> None:
 
 
 def train(folder: str, ports: list[int]) -> Any:
-    """Numbers 0 and 1 are replicas of a process each, and 2 to 5 two replicas of two processes."""
+    """Numbers 0 and 1 are replicas of a process each, 2 to 5 two of two processes, and 6 and 7 the snippet's."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     number = int(os.environ["DILOCO_REPLICA"])
     os.environ["DILOCO_NUM_REPLICAS"] = "2"
     if number < 2:
         return train_replica(f"{folder}/replica-{number}", number, ports[:4])
+    if number > 5:
+        os.environ["DILOCO_REPLICA"] = str(number - 6)
+        return run_snippets(["lightning_autoencoder.py"], ports[7:], folder)
     return train_one_of_two(*divmod(number - 2, 2), ports[4:])
 
 

@@ -25,9 +25,9 @@ def jobs() -> Any:
 
 @pytest.fixture(scope="module")
 def trained(jobs, tmp_path_factory) -> list[Any]:
-    """The results of six processes, which find Lightning imported."""
-    arguments = (str(tmp_path_factory.mktemp("replicas")), [free_port() for _ in range(7)])
-    return run_replicas(jobs.train, 6, *arguments, joined=False, timeout_seconds=120)
+    """The results of eight processes, which find Lightning imported."""
+    arguments = (str(tmp_path_factory.mktemp("replicas")), [free_port() for _ in range(8)])
+    return run_replicas(jobs.train, 8, *arguments, joined=False, timeout_seconds=120)
 
 
 def test_two_replicas_are_killed_and_resume(jobs, trained):
@@ -45,7 +45,13 @@ def test_two_replicas_are_killed_and_resume(jobs, trained):
 
 
 def test_two_replicas_of_two_processes_with_ddp_agree(trained):
-    assert trained[2:] == [(trained[2][0], trained[2][0], 6)] * 4
+    assert trained[2:6] == [(trained[2][0], trained[2][0], 6)] * 4
+
+
+def test_the_snippet_trains_two_replicas(trained):
+    """docs/snippets/lightning_autoencoder.py"""
+    hashes, others = trained[6:]
+    assert hashes == others and len(hashes) == 1
 
 
 def test_trainers_that_would_lose_the_outer_parameters_are_refused(jobs, tmp_path):

@@ -142,10 +142,15 @@ def test_all_replicas_take_the_newest_checkpoint_that_all_have(without_ray):
 @pytest.mark.filterwarnings("default")  # of ray
 def test_a_replica_under_ray_is_killed_and_both_resume(without_ray, tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
+    from ray.train.v2.api import data_parallel_trainer as trainer
+
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}", prepend=":")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process for each attempt
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # how often Ray looks for reports and deaths
+    # Without datasets of Ray's, and in a cluster that ends with its driver, three processes would do nothing.
+    for callback in ("DatasetsCallback", "PlacementGroupCleanerCallback"):
+        monkeypatch.setattr(trainer, callback, lambda **_: trainer.RayTrainCallback())
     options = {"include_dashboard": False, "log_to_driver": False}
     ray.init(num_cpus=1, **options, _system_config={"prestart_worker_first_driver": False})
     try:

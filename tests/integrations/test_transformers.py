@@ -1,5 +1,9 @@
-"""transformers' Trainer and trl's SFTTrainer: two replicas, each a job of its own, on tiny models."""
+"""transformers' Trainer and trl's SFTTrainer: two replicas, each a job of its own, on tiny models.
 
+And the examples that need transformers: one process imports it for all, which takes longer than to train.
+"""
+
+import itertools
 import os
 import resource
 import shutil
@@ -16,6 +20,7 @@ from tests.hostile.mutations import Hostile, hostile_pickle
 from tests.integrations.jobs import assert_resumed, connect, die, is_killed, meet_at
 from tests.ports import free_port
 from tests.processes import run_replicas
+from tests.running import losses, replicas_agree, run_example, run_snippets
 
 import diloco
 from diloco.errors import CheckpointError, FileWriteError
@@ -151,6 +156,7 @@ IMPORTS = ["transformers.trainer", "transformers.models.llama.modeling_llama", "
 if find_spec("trl") and find_spec("peft"):
     KINDS["SFTTrainer with LoRA"] = (sft_trainer_of, load_adapter, "eval_loss")
     IMPORTS += ["trl.trainer.sft_trainer", "peft"]
+SNIPPETS = ["accelerate_loop.py", "transformers_trainer.py", *(["trl_sft.py"] if len(KINDS) == 2 else [])]
 
 
 def train_replica(folder: str, ports: list[int]) -> dict[str, dict[str, Any]]:
@@ -191,11 +197,44 @@ def train_replica(folder: str, ports: list[int]) -> dict[str, dict[str, Any]]:
     return results
 
 
+def run_sharded_then_whole(folder: str, ports: list[int]) -> list[str]:
+    """The outputs of the example with two processes a replica, and in the first two of four with one."""
+    rank = os.environ["DILOCO_REPLICA"]
+    outputs = [run_example(folder, ports[0], 4, "sharded_replicas.py")]
+    if int(rank) < 2:
+        os.environ["DILOCO_REPLICA"] = rank
+        flags = ("--num-shards", "1", "--resume")
+        outputs.append(run_example(folder, ports[1], 2, "sharded_replicas.py", *flags))
+    return outputs
+
+
+def run_all(folder: str, ports: list[int]) -> Any:
+    """Numbers 0 and 1 are replicas that are killed, 2 and 3 those of the snippets, and 4 to 7 the example's."""
+    number = int(os.environ["DILOCO_REPLICA"])
+    os.environ |= {"DILOCO_NUM_REPLICAS": "2", "DILOCO_REPLICA": str(number % 4 if number > 3 else number % 2)}
+    if number < 2:
+        return train_replica(folder, ports[5:])
+    if number < 4:
+        return run_snippets(SNIPPETS, ports[2 : 2 + len(SNIPPETS)], folder)
+    return run_sharded_then_whole(folder, ports[:2])
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> list[dict[str, dict[str, Any]]]:
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("replicas")
+
+
+@pytest.fixture(scope="module")
+def results(folder) -> list[Any]:
+    """The results of `run_all` in each of eight processes."""
+    arguments = (str(folder), [free_port() for _ in range(5 + 3 * len(KINDS) + 1)])
+    return run_replicas(run_all, 8, *arguments, joined=False, timeout_seconds=200, imports=IMPORTS)
+
+
+@pytest.fixture(scope="module")
+def trained(results) -> list[dict[str, dict[str, Any]]]:
     """The results of `train_replica` on each of two replicas."""
-    arguments = (str(tmp_path_factory.mktemp("replicas")), [free_port() for _ in range(3 * len(KINDS) + 1)])
-    return run_replicas(train_replica, 2, *arguments, joined=False, timeout_seconds=120, imports=IMPORTS)
+    return results[:2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -207,6 +246,23 @@ def test_two_replicas_are_killed_and_resume(trained, kind):
     assert len(first["losses"]) == STEPS and first["losses"] != second["losses"], "each trains on its own data"
     assert len(first["evaluated"]) == 5 and first["evaluated"] == second["evaluated"], "they share Θ alone"
     assert first["evaluated"][-1] < first["evaluated"][0]
+
+
+def test_the_snippets_of_frameworks_train_two_replicas(results, folder):
+    hashes, others = results[2:4]
+    assert hashes == others and len(set(hashes)) == len(SNIPPETS)
+    assert (folder / "trained/replica-0/model.safetensors").exists()
+    assert (folder / "tuned/replica-1/adapter_model.safetensors").exists() or len(SNIPPETS) == 2
+
+
+def test_sharded_replicas_go_on_unsharded(results):
+    outputs = itertools.zip_longest(*results[4:], fillvalue="")
+    output, resumed = map("".join, outputs)
+    assert replicas_agree(output, num_processes=4) and replicas_agree(resumed, num_processes=2)
+    (first, *_, last), (again, end) = losses(output), losses(resumed)
+    assert last < 1 < first and again < first
+    # Rank 0's loss is of half of the batch in one case, and of all of it in the other.
+    assert end == pytest.approx(last, rel=0.3)
 
 
 @pytest.mark.parametrize(

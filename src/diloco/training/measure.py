@@ -88,13 +88,16 @@ def _step_seconds(config: TrainConfig, world: World) -> float:
     batch = np.random.default_rng(0).integers(0, config.model.vocab_size, shape)
     seconds: list[float] = []
     # All must stop alike: the next step may need every process.
-    while len(seconds) < 5 or (len(seconds) < 50 and max(share(world.everyone, sum(seconds), float)) < 5):
+    while len(seconds) < 5 or (len(seconds) < _MOST_STEPS and max(share(world.everyone, sum(seconds), float)) < 5):
         start = time.perf_counter()
         inner_step(state, batch, config, world, 0.0)
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[2:])
+
+
+_MOST_STEPS = 50
 
 
 def flops_per_second(config: TrainConfig, *, num_cores: int) -> float:

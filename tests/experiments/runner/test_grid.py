@@ -1,25 +1,28 @@
 """Grids of runs: which jobs are run, and what remains after a kill."""
 
 import json
+import os
 import shutil
-import subprocess
-import sys
+import signal
 import threading
 import time
 from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from multiprocessing import spawn
 from pathlib import Path
 
 import pytest
 from tests.experiments.runner.machines import HALF, FakeMachine, labelled_runs, tiny_config
+from tests.processes import Program, program
 
 from diloco.errors import UserError
 from diloco.experiments.runner import job as jobs
 from diloco.experiments.runner import machines
 from diloco.experiments.runner.grid import adopt, make_job, read_result, run_grid
 from diloco.experiments.runner.machines import LocalMachine
-from diloco.experiments.runner.rows import read_rows
+from diloco.experiments.runner.rows import read_rows, write_rows
+from diloco.training.processes import Ancestor
 
 
 def rows_of(runs, directory, machine, **options):
@@ -134,28 +137,21 @@ def test_a_run_is_evaluated_at_a_step_of_its_own(small_corpus, tmp_path):
     assert [job.at_step for job in machine.jobs] == [HALF], "its summary has the loss at the end, too"
 
 
-SCRIPT = """
-import sys, time
-from pathlib import Path
-from tests.experiments.runner.machines import labelled_runs
-from diloco.experiments.runner.grid import run_grid
-from diloco.experiments.runner.machines import LocalMachine
-from diloco.experiments.runner.rows import write_rows
-
-corpus, output = map(Path, sys.argv[1:3])
-runs = [run for run in labelled_runs(corpus, output) if run.labels["kind"] in sys.argv[3:]]
-options = {"parameters": ("replica", "average")}
-for rows in run_grid(runs, output / "runs", LocalMachine(1), **options):
-    write_rows(rows, output / "grid.csv")
-    if "to be killed" in sys.argv and len(rows) == 3:  # all but the run that is not over
-        time.sleep(1000)
-"""
+def run_script(corpus: Path, output: Path, *kinds: str) -> None:
+    """Run a grid of runs of some kinds, and write its table as they finish."""
+    runs = [run for run in labelled_runs(corpus, output) if run.labels["kind"] in kinds]
+    options = {"parameters": ("replica", "average")}
+    with Ancestor("fork") as ancestor:  # a spawned one would import torch
+        jobs._ANCESTORS.append(ancestor)
+        for rows in run_grid(runs, output / "runs", LocalMachine(1), **options):
+            write_rows(rows, output / "grid.csv")
+            if "to be killed" in kinds and len(rows) == 3:  # all but the run that is not over
+                time.sleep(1000)
 
 
-def start(corpus: Path, output: Path, *kinds: str) -> subprocess.Popen:
+def start(corpus: Path, output: Path, *kinds: str) -> AbstractContextManager[Program]:
     output.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", SCRIPT, str(corpus), str(output), *kinds]
-    return subprocess.Popen(command, cwd=Path(__file__).parents[3], stdout=subprocess.DEVNULL)
+    return program(run_script, corpus, output, *kinds, folder=output)
 
 
 def results(output: Path) -> dict[Path, int]:
@@ -171,20 +167,16 @@ def trained(small_corpus, tmp_path_factory) -> Path:
         start(small_corpus, folder / "alone", "two") as alone,
         start(small_corpus, output, *kinds, "to be killed") as killed,
     ):
-        try:
-            deadline = time.monotonic() + 200
-            while not results(output) or len(list((output / "runs").glob("*/metrics-0.jsonl"))) < 2:
-                assert time.monotonic() < deadline and killed.poll() is None
-                time.sleep(0.05)
-            killed.kill()
-            finished = results(output)
-            assert 0 < len(finished) < 3
-            # The job that the killed grid started may still be running.
-            with start(small_corpus, output, *kinds) as again:
-                assert again.wait() == alone.wait() == 0
-        finally:
-            alone.kill()
-            killed.kill()
+        deadline = time.monotonic() + 200
+        while not results(output) or len(list((output / "runs").glob("*/metrics-0.jsonl"))) < 2:
+            assert time.monotonic() < deadline and killed.process.exitcode is None
+            time.sleep(0.05)
+        os.kill(killed.pid, signal.SIGKILL)
+        finished = results(output)
+        assert 0 < len(finished) < 3
+        # The job that the killed grid started may still be running.
+        with start(small_corpus, output, *kinds) as again:
+            assert again.wait(200).returncode == alone.wait(200).returncode == 0
     assert finished.items() <= results(output).items()
     return folder
 
