@@ -16,12 +16,13 @@ import argparse
 import csv
 import os
 import tempfile
+from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
 
 from peer_study.figures import Figures
 from peer_study.run import Plan, Run
-from peer_study.systems import SYSTEMS, missing, versions
+from peer_study.systems import SYSTEMS, missing, needs_store, versions
 from tests.servers import Server, running_seaweedfs
 
 COLUMNS = {
@@ -49,15 +50,18 @@ def main() -> None:
             print(f"{SYSTEMS[name].title}: skipped, {reason}")
         elif name not in rows:
             wanted.append(name)
-    if wanted:
-        with tempfile.TemporaryDirectory() as folder, running_seaweedfs(Path(folder)) as server:
-            for name in wanted:
-                rows[name] = _measure(name, arguments, server)
-                _write(rows, path)
+    with ExitStack() as stack:
+        server = None
+        if any(needs_store(SYSTEMS[name]) for name in wanted):
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            server = stack.enter_context(running_seaweedfs(Path(folder)))
+        for name in wanted:
+            rows[name] = _measure(name, arguments, server)
+            _write(rows, path)
     _print(rows)
 
 
-def _measure(name: str, arguments: argparse.Namespace, server: Server) -> Figures:
+def _measure(name: str, arguments: argparse.Namespace, server: Server | None) -> Figures:
     folder: Path = arguments.output / name
     folder.mkdir(exist_ok=True)
     for old in folder.iterdir():

@@ -19,9 +19,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from network.laboratory import Laboratory
@@ -30,8 +31,6 @@ import diloco
 from diloco.exchange.process_group import GroupExchange
 from diloco.exchange.transport import Channel, Tag, barrier
 
-Start = Callable[[int, list[str], dict[str, str]], "subprocess.Popen[str]"]
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -39,44 +38,69 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=64.0, help="of a payload")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--connections", type=int, default=1)
-    parser.add_argument("--address", help=argparse.SUPPRESS)
     parser.add_argument("--replica", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.address is not None:
-        print(json.dumps(exchange_payloads(arguments)))
+    if arguments.replica is not None:
+        torch.set_num_threads(1)
+        for line in sys.stdin:
+            print(json.dumps(exchange_payloads(arguments, **json.loads(line))), flush=True)
         return
     print(f"{arguments.megabytes:g} MB each way, {arguments.connections} connections")
     print("           seconds  Gbit/s each way  of the link  processor s a GB")
-    encrypted = {"DILOCO_SECRET": "a secret of many letters"}
-    ways: list[tuple[str, dict[str, str], bool]] = [("gloo", {}, False), ("encrypted", encrypted, False)]
-    if arguments.gbit_s and shutil.which("wireguard-go") and shutil.which("wg"):
-        ways.append(("WireGuard", {}, True))
-    for name, environment, vpn in ways:
-        seconds, processor_seconds = measure(arguments, environment, vpn=vpn)
-        gbit_s = 8e-3 * arguments.megabytes / seconds
-        share_of_link = f"{gbit_s / arguments.gbit_s:11.1%}" if arguments.gbit_s else f"{'':11}"
-        print(f"{name:9}  {seconds:7.3f}  {gbit_s:15.2f}  {share_of_link}  {processor_seconds:16.2f}", flush=True)
+    with ExitStack() as stack:
+        laboratory = stack.enter_context(Laboratory(2)) if arguments.gbit_s else None
+        if laboratory is not None:
+            laboratory.set_links(gbit_s=arguments.gbit_s)
+        replicas = [stack.enter_context(_replica(arguments, replica, laboratory)) for replica in range(2)]
+        for name, secret in (("gloo", None), ("encrypted", "a secret of many letters")):
+            address = "127.0.0.1" if laboratory is None else laboratory.address(0)
+            _print(arguments, name, *_measure(replicas, address, secret))
+        if laboratory is not None and shutil.which("wireguard-go") and shutil.which("wg"):
+            with wireguard(laboratory) as processes:
+                before = statistics.mean(map(_processor_seconds, processes))
+                seconds, processor_seconds = _measure(replicas, _inside(0), None)
+                of_vpn = statistics.mean(map(_processor_seconds, processes)) - before
+            of_vpn /= 1e-3 * arguments.megabytes * (arguments.rounds + 1)
+            _print(arguments, "WireGuard", seconds, processor_seconds + of_vpn)
 
 
-def measure(arguments: argparse.Namespace, environment: dict[str, str], *, vpn: bool) -> tuple[float, float]:
+def _print(arguments: argparse.Namespace, name: str, seconds: float, processor_seconds: float) -> None:
+    gbit_s = 8e-3 * arguments.megabytes / seconds
+    share_of_link = f"{gbit_s / arguments.gbit_s:11.1%}" if arguments.gbit_s else f"{'':11}"
+    print(f"{name:9}  {seconds:7.3f}  {gbit_s:15.2f}  {share_of_link}  {processor_seconds:16.2f}", flush=True)
+
+
+@contextmanager
+def _replica(
+    arguments: argparse.Namespace, replica: int, laboratory: Laboratory | None
+) -> "Iterator[subprocess.Popen[str]]":
+    """The process of a replica, which exchanges payloads in each way that it is asked for."""
+    names = ("megabytes", "rounds", "connections")
+    flags = [word for name in names for word in (f"--{name}", str(getattr(arguments, name)))]
+    command = [sys.executable, str(Path(__file__)), *flags, "--replica", str(replica)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    if laboratory is not None:
+        yield laboratory.start(replica, command, **pipes)
+        return
+    with subprocess.Popen(command, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _measure(replicas: "Sequence[subprocess.Popen[str]]", host: str, secret: str | None) -> tuple[float, float]:
     """Seconds of a round, and processor seconds of a replica for each GB that it sends."""
-    if not arguments.gbit_s:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        return _run(arguments, f"127.0.0.1:{port}", environment, _start_here)
-    with Laboratory(2) as laboratory:
-        laboratory.set_links(gbit_s=arguments.gbit_s)
-
-        def start(replica: int, command: list[str], environment: dict[str, str]) -> "subprocess.Popen[str]":
-            return laboratory.start(replica, command, environment=environment, stdout=subprocess.PIPE, text=True)
-
-        if not vpn:
-            return _run(arguments, f"{laboratory.address(0)}:29500", environment, start)
-        with wireguard(laboratory) as processes:
-            seconds, processor_seconds = _run(arguments, f"{_inside(0)}:29500", environment, start)
-            of_vpn = statistics.mean(map(_processor_seconds, processes))
-        return seconds, processor_seconds + of_vpn / (1e-3 * arguments.megabytes * (arguments.rounds + 1))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"{host}:{probe.getsockname()[1]}"
+    for replica in replicas:
+        assert replica.stdin is not None
+        replica.stdin.write(json.dumps({"address": address, "secret": secret}) + "\n")
+        replica.stdin.flush()
+    answers = [json.loads(replica.stdout.readline()) for replica in replicas if replica.stdout is not None]
+    seconds, processor_seconds = (statistics.mean(column) for column in zip(*answers, strict=True))
+    return seconds, processor_seconds
 
 
 @contextmanager
@@ -121,37 +145,13 @@ def _output(command: list[str], text: str = "") -> str:
     return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _start_here(replica: int, command: list[str], environment: dict[str, str]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
-
-
-def _run(
-    arguments: argparse.Namespace, address: str, environment: dict[str, str], start: Start
-) -> tuple[float, float]:
-    sizes = [
-        "--megabytes",
-        arguments.megabytes,
-        "--rounds",
-        arguments.rounds,
-        "--connections",
-        arguments.connections,
-    ]
-    replicas = []
-    for replica in range(2):
-        command = [sys.executable, str(Path(__file__)), *map(str, sizes), "--address", address]
-        replicas.append(start(replica, [*command, "--replica", str(replica)], environment))
-    answers = [json.loads(process.communicate(timeout=300)[0].splitlines()[-1]) for process in replicas]
-    seconds, processor_seconds = (statistics.mean(column) for column in zip(*answers, strict=True))
-    return seconds, processor_seconds
-
-
-def exchange_payloads(arguments: argparse.Namespace) -> tuple[float, float]:
+def exchange_payloads(arguments: argparse.Namespace, address: str, secret: str | None) -> tuple[float, float]:
     """Exchange as one of the two replicas."""
-    torch.set_num_threads(1)
     exchange = diloco.connect(
-        *(arguments.address,),
+        address,
         replica=arguments.replica,
         num_replicas=2,
+        secret=secret,
         timeout_seconds=120,
         num_connections=arguments.connections,
     )

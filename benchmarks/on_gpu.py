@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=86_400.0, help="after which nothing new is begun")
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--apart", action="store_true", help="dry, too, import all anew for each piece")
     parser.add_argument("--worker", choices=PIECES, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -70,6 +72,8 @@ def _arguments() -> argparse.Namespace:
 def _run(piece: str, arguments: argparse.Namespace, output: Path, seconds: float) -> int:
     """A piece in a process of its own; its exit status, or that it is not finished."""
     print(f"{piece}:", flush=True)
+    if arguments.dry and not arguments.apart:
+        return _forked(piece, argparse.Namespace(**vars(arguments) | {"seconds": seconds}), output)
     flags = ["--output", str(output), "--worker", piece, "--seconds", str(seconds), "--data", str(arguments.data)]
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     paths = [here, str(Path(here).parent / "src"), os.environ.get("PYTHONPATH", "")]
@@ -79,6 +83,18 @@ def _run(piece: str, arguments: argparse.Namespace, output: Path, seconds: float
         return subprocess.run(command, env=environment, timeout=seconds + 30, check=False).returncode
     except subprocess.TimeoutExpired:
         return UNFINISHED
+
+
+def _forked(piece: str, arguments: argparse.Namespace, output: Path) -> int:
+    """The same, in a process that has made the imports: it is forked, which CUDA would not survive."""
+    process = get_context("fork").Process(target=lambda: sys.exit(_worker(piece, arguments, output)))
+    process.start()
+    process.join(arguments.seconds + 30)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        return UNFINISHED
+    return process.exitcode
 
 
 def _worker(piece: str, arguments: argparse.Namespace, output: Path) -> int:

@@ -34,6 +34,8 @@ VARIANTS: dict[str, dict[str, int]] = {
     "num_replicas_4": {"num_replicas": 4},
 }
 """The difference of each variant from Streaming DiLoCo with M = 2, H = 30, P = 3, τ = 1 and E3M0."""
+WITH_ALL_SEEDS = (*TUNED, "sync_every_100")
+"""The other variants train with the first seed alone."""
 Setting = tuple[str, int, float]
 """Variant, seed and learning rate."""
 
@@ -41,6 +43,8 @@ Setting = tuple[str, int, float]
 def main() -> None:
     options = parser(__doc__, seeds=(0, 1, 2), learning_rates=LEARNING_RATES)
     options.add_argument("--steps", type=int, default=23_730)
+    further = [variant for variant in VARIANTS if variant not in TUNED]
+    options.add_argument("--variants", nargs="*", choices=further, default=further, help="beside the tuned ones")
     arguments = options.parse_args()
     base = base_config(arguments, global_batch=4, num_steps=arguments.steps)
     base = replace(base, checkpoint=CheckpointConfig(every_steps=1000), log_layer_cosine=True)
@@ -58,10 +62,10 @@ def main() -> None:
     while beyond := {variant: rate for variant in TUNED if (rate := rate_beyond_edge(rows, variant))}:
         rows = train(*((variant, first, rate) for variant, rate in beyond.items()))
     best = {variant: best_rate(rows, variant) for variant in TUNED}
-    best |= {variant: best[STREAMING] for variant in VARIANTS if variant not in TUNED}
+    best |= dict.fromkeys(arguments.variants, best[STREAMING])
     train(*((variant, seed, best[variant]) for variant in TUNED for seed in others))
-    train(*(("sync_every_100", seed, best[STREAMING]) for seed in arguments.seeds))
-    rows = train(*((variant, first, best[STREAMING]) for variant in ("overlap_steps_5", "num_replicas_4")))
+    train(*((v, s, best[v]) for v in arguments.variants if v in WITH_ALL_SEEDS for s in arguments.seeds))
+    rows = train(*((v, first, best[v]) for v in arguments.variants))
     compare(rows, best)
 
 

@@ -120,14 +120,18 @@ def _trainer(place: Place) -> Row:
 
 
 def _gaps(place: Place, *, compiled: bool) -> Row:
-    """Idle time of the GPU between kernels, over two periods, by a profile, and what takes most of its time."""
+    """Idle time of the GPU between kernels, over two periods, by a profile, and what takes most of its time.
+
+    Dry, over one: to read a profile of a CPU takes long.
+    """
+    num_steps = place.size(2, 1) * _SYNC_EVERY
     activity = torch.profiler.ProfilerActivity.CPU if place.dry else torch.profiler.ProfilerActivity.CUDA
     steps = _steps(place, compiled=compiled)
     for _ in range(2 * _SYNC_EVERY):
         next(steps)()
     place.wait()
     with torch.profiler.profile(activities=[activity]) as profile:
-        for _ in range(2 * _SYNC_EVERY):
+        for _ in range(num_steps):
             next(steps)()
         place.wait()
     spans = sorted(
@@ -144,9 +148,9 @@ def _gaps(place: Place, *, compiled: bool) -> Row:
     whole, longest = end - spans[0][0], max(gaps)
     by_kernel: Counter[str] = Counter()
     for start, stop, name in spans:
-        by_kernel[name[:120]] += (stop - start) / 2e3 / _SYNC_EVERY
+        by_kernel[name[:120]] += (stop - start) / 1e3 / num_steps
     return {
-        "step_ms": round(whole / 2e3 / _SYNC_EVERY, 3),
+        "step_ms": round(whole / 1e3 / num_steps, 3),
         "idle_share": round(1 - busy / whole, 4),
         "longest_gap_ms": round(longest[0] / 1e3, 3),
         "between": [name[:80] for name in longest[1:]],

@@ -2,11 +2,14 @@
 
 import json
 import os
-import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from importlib import import_module
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,9 @@ from peer_study.systems import System, meeting_place, python_of
 
 _BENCHMARKS = Path(__file__).parents[1]
 SECONDS_TO_START = 120.0
+# A replica finds torch imported; the time to join begins after the imports anyway.
+_CONTEXT = get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch._dynamo", "diloco.rendezvous.store_rendezvous"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +53,17 @@ class Run:
     Args:
         system: whose.
         plan: of all runs.
-        server: the store.
+        server: the store; None where none of the system's replicas needs one.
         folder: for diaries and logs.
         gradientmail_python: the interpreter of GradientMail.
     """
 
     def __init__(
-        self, system: System, plan: Plan, server: Server, folder: Path, gradientmail_python: str | None
+        self, system: System, plan: Plan, server: Server | None, folder: Path, gradientmail_python: str | None
     ) -> None:
         self._system, self._plan, self._folder = system, plan, folder
         self._server, self._python = server, gradientmail_python
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, BaseProcess] = {}
         self._url = ""
 
     def measure(self) -> Figures:
@@ -94,25 +100,21 @@ class Run:
             options=dict(system.options),
             **common,
         )
-        command = [python_of(system, self._python), "-m", f"peer_study.{system.module}"]
-        with (self._folder / f"{name}.log").open("wb") as log:
-            self._processes[name] = subprocess.Popen(
-                [*command, json.dumps(asdict(settings))],
-                cwd=_BENCHMARKS,
-                env=_environment(self._server.environment),
-                stdout=log,
-                stderr=log,
-                preexec_fn=end_with_parent,
-            )
+        environment = _environment({} if self._server is None else self._server.environment)
+        where = python_of(system, self._python), f"peer_study.{system.module}"
+        arguments = (*where, json.dumps(asdict(settings)), environment, self._folder / f"{name}.log")
+        process = _CONTEXT.Process(target=_live, args=arguments, daemon=True)
+        process.start()
+        self._processes[name] = process
 
     def _kill(self, name: str) -> float:
         """Let a replica die when it next sends; the time of its death."""
         self._diary(name).with_name(f"{name}.jsonl.die").touch()
         process = self._processes.pop(name)
-        try:
-            process.wait(SECONDS_TO_START)
-        finally:
+        process.join(SECONDS_TO_START)
+        if process.exitcode is None:
             process.kill()
+            raise TimeoutError(f"{name} sent nothing in {SECONDS_TO_START:g} s: see {self._folder}/{name}.log")
         return read(self._diary(name))[-1]["at"]
 
     def _wait(self, name: str, event: str) -> float:
@@ -133,16 +135,31 @@ class Run:
 
     def _check(self) -> None:
         for name, process in self._processes.items():
-            if process.poll() is not None:
+            if process.exitcode is not None:
                 raise ChildProcessError(f"{name} ended by itself: see {self._folder}/{name}.log")
 
     def _end(self) -> None:
         for process in self._processes.values():
             process.kill()
-            process.wait()
+            process.join()
 
     def _diary(self, name: str) -> Path:
         return self._folder / f"{name}.jsonl"
+
+
+def _live(python: str, module: str, settings: str, environment: Mapping[str, str], log: Path) -> None:
+    """Be a replica, in this process or, if it needs another interpreter, in that."""
+    end_with_parent()
+    with log.open("wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    if python != sys.executable:
+        os.chdir(_BENCHMARKS)
+        os.execve(python, [python, "-m", module, settings], environment)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [module, settings]
+    import_module(module).main()
 
 
 def _environment(store: Mapping[str, str]) -> dict[str, Any]:

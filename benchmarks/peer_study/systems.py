@@ -63,10 +63,16 @@ def missing(system: System, gradientmail_python: str | None) -> str | None:
     return None
 
 
-def meeting_place(system: System, server: Server) -> AbstractContextManager[str]:
+def needs_store(system: System) -> bool:
+    """True if its replicas meet in a store."""
+    return system.module != "torchft_replica"
+
+
+def meeting_place(system: System, server: Server | None) -> AbstractContextManager[str]:
     """The place where the replicas of a run meet: a new prefix of a bucket, or a lighthouse."""
-    if system.module == "torchft_replica":
+    if not needs_store(system):
         return _lighthouse(system.heartbeat_ms)
+    assert server is not None, "there is one where a system needs it"
     return nullcontext(server.new_url())
 
 

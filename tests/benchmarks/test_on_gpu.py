@@ -24,14 +24,15 @@ PIECES = {
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_every_piece_runs_and_nothing_is_measured_twice(piece: str, tmp_path: Path):
-    output = run("on_gpu.py", "--output", tmp_path, "--dry", "--pieces", piece)
+    flags = ["--output", tmp_path, "--dry", *(["--apart"] if piece == "wire" else []), "--pieces", piece]
+    output = run("on_gpu.py", *flags)
     rows = [json.loads(line) for line in (tmp_path / f"{piece}.jsonl").read_text().splitlines()]
     assert len({row["key"] for row in rows}) == len(rows) == PIECES[piece], output
     assert not any("error" in row or row.get("ok") is False for row in rows), output
     report = (tmp_path / "report.md").read_text()
     assert all(f"| {row['key']} |" in report for row in rows)
     if piece == "wire":
-        again = run("on_gpu.py", "--output", tmp_path, "--dry", "--pieces", piece)
+        again = run("on_gpu.py", *flags)
         assert len((tmp_path / f"{piece}.jsonl").read_text().splitlines()) == len(rows), again
 
 
