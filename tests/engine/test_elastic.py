@@ -206,7 +206,7 @@ def test_the_error_of_error_feedback_changes_when_a_payload_is_counted_and_then_
 
 
 def test_a_replica_leaves_and_comes_back_with_the_text_where_it_stood(tmp_path) -> None:
-    first = Replica(str(tmp_path), name="home")
+    first = Replica(str(tmp_path), name="home", snapshot_rounds=1000)  # the replay reads all
     until(lambda: min(counted(first)) >= 0, first)
     first.finish()
     position = first.exchange.state.positions[0]
@@ -240,7 +240,7 @@ def test_everything_restarts_from_the_log_after_all_were_killed(tmp_path, monkey
 @pytest.mark.parametrize("when", ["nothing_counted_since", "counted_since", "counted_and_not_merged"])
 def test_a_checkpoint_resumes_without_telling_work_twice(when: str, tmp_path) -> None:
     tau = 4 if when == "counted_and_not_merged" else 1
-    ours = Replica(str(tmp_path), name="ours", overlap_steps=tau)
+    ours = Replica(str(tmp_path), name="ours", overlap_steps=tau, snapshot_rounds=1000)  # the replay reads all
     membership = ours.engine._membership
     until(lambda: min(counted(ours)) >= 0 and (tau == 4 or not membership.in_flight), ours)
     if tau == 4:

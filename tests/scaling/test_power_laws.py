@@ -70,8 +70,14 @@ def test_the_published_laws_predict_larger_models_and_always_low():
             assert 1 - bound < law(num_params, max(1, replicas)) / measured < 0.99
 
 
+@pytest.fixture
+def few_starts(monkeypatch) -> None:
+    """A fourth of the starts: the fits must find the lowest valley from fewer."""
+    monkeypatch.setattr(parametric, "NUM_STARTS", NUM_STARTS // 4)
+
+
 @pytest.mark.slow
-def test_the_published_table_is_judged(capsys, monkeypatch):
+def test_the_published_table_is_judged(capsys, monkeypatch, few_starts):
     """The forms of docs/results/scaling.md; N counts parameters."""
     fits = {}
 
@@ -99,12 +105,6 @@ def test_the_published_table_is_judged(capsys, monkeypatch):
     for (_, replicas), (_, at_10b) in EXTRAPOLATED.items():
         if replicas:
             assert fits[ranked[0]](EXTRAPOLATED_PARAMS[1], replicas) == pytest.approx(at_10b, rel=0.025)
-
-
-@pytest.fixture
-def few_starts(monkeypatch) -> None:
-    """A fourth of the starts: these fits must find the lowest valley from fewer."""
-    monkeypatch.setattr(parametric, "NUM_STARTS", NUM_STARTS // 4)
 
 
 @pytest.mark.parametrize("name", list(FORMS))

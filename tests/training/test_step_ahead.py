@@ -26,10 +26,10 @@ LAST = 14
 
 
 def config_of(num_replicas: int, **changes) -> TrainConfig:
-    diloco = DilocoConfig(sync_every=5, layers_per_fragment=2, overlap_steps=2)
-    config = replace(
-        tiny(), num_replicas=num_replicas, diloco=diloco, num_tokens=LAST * 8 * 64, precision="fp32", **changes
-    )
+    diloco = DilocoConfig(sync_every=5, layers_per_fragment=1, overlap_steps=2)
+    model = DecoderConfig(num_layers=2, num_heads=2, width=32)
+    config = replace(tiny(), num_replicas=num_replicas, model=model, diloco=diloco, num_tokens=LAST * 8 * 64)
+    config = replace(config, precision="fp32", **changes)
     return resolve(config, vocab_size=257, prepared=Path())
 
 

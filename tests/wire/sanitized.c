@@ -63,6 +63,7 @@ static int on_threads(Range whole) {
     pthread_t threads[THREADS];
     int64_t size = (whole.n + THREADS * whole.block - 1) / (THREADS * whole.block) * whole.block;
     int started = 0, bad = 0;
+    if (!faulty && size >= whole.n) return run(&whole), whole.bad;  // starting a thread takes longer than all else
     for (int64_t start = 0; start < whole.n; start += size, started++) {
         ranges[started] = whole;
         ranges[started].start = start;
