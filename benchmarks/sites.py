@@ -73,7 +73,7 @@ def train(
 
 
 def _output(site: "subprocess.Popen[str]") -> str:
-    """What a site prints in one run of the example."""
+    """The output of a site in one run of the example."""
     assert site.stdout is not None
     lines = []
     while (line := site.stdout.readline()) != OVER:
