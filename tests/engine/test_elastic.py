@@ -55,6 +55,28 @@ def uncounted(replica: Replica) -> list[np.ndarray]:
     return [outer_p - theta_p for outer_p, theta_p in zip(replica.outer(), replica.theta(), strict=True)]
 
 
+class Notes(diloco.Nesterov):
+    """Keeps its own outer gradient from a send to the outer step; then the slot is zeros on every replica."""
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return (*super().slots, "note")
+
+    def on_send(self, fragment, own, sync) -> None:
+        fragment.use("note").copy_(own())
+
+    def on_average(self, fragment, average, sync, cohort) -> None:
+        super().on_average(fragment, average, sync, cohort)
+        fragment.use("note").zero_()
+
+
+def test_a_rule_may_change_its_vectors_at_a_send(tmp_path) -> None:
+    replica = Replica(str(tmp_path), outer=Notes())
+    until(lambda: min(replica.rounds) >= 2, replica)
+    assert not replica.engine._replica.state.use("velocity", 0).eq(0).all()
+    replica.vanish()
+
+
 def test_work_that_is_not_told_yet_survives_the_outer_steps_of_others(tmp_path) -> None:
     fast, slow = Replica(str(tmp_path), name="fast", patience=0), Replica(str(tmp_path), name="slow")
     sums = [np.zeros(len(theta_p)) for theta_p in theta0()]  # (Θ − θ) + own progress

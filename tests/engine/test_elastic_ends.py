@@ -165,7 +165,7 @@ def test_a_payload_that_was_taken_against_another_base_is_left_out(tmp_path, cap
     until(lambda: min(counted(b)) >= 0 and 0 not in b.engine._membership.in_flight, *members)
     b.exchange._seated.follower._decision = lambda: None
     b.engine._replica.state.use("outer", 0).add_(1.0)
-    b.engine._membership._take_digests(0)
+    b.engine._membership._take_digests(0, ("outer",))
     seq = counted(b)[0]
     with caplog.at_level(logging.WARNING, "diloco"):
         goal = a.rounds[0] + 2

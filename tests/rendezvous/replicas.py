@@ -16,6 +16,7 @@ from torch import nn
 
 import diloco
 from diloco.errors import DilocoError
+from diloco.outer.rule import OuterRule
 
 H, P = 6, 3
 CUTS = np.cumsum([size + 1 for size in SIZES[:P]])[:-1]
@@ -48,6 +49,7 @@ class Replica:
         wire: str = "fp32",
         combine: str = "gather",
         model: nn.Module | None = None,
+        outer: OuterRule | None = None,
         **exchange,
     ) -> None:
         self.model = new_model() if model is None else model
@@ -64,6 +66,7 @@ class Replica:
             wire=wire,
             combine=combine,
             error_feedback=error_feedback,
+            outer=outer,
             rendezvous=self.exchange,
         )
         self.rounds = [log.round for log in self.exchange.state.fragments]

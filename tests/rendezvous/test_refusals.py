@@ -1,5 +1,6 @@
 """Refusals before a replica has joined: of a store, an argument, the settings of a run, a key."""
 
+import errno
 import re
 import shutil
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch import nn
 import diloco
 from diloco.errors import DilocoError, FileError, UserError
 from diloco.rendezvous.log.keys import write_key
+from diloco.rendezvous.log.log import open_run
 from diloco.rendezvous.replay import replayed
 from diloco.rendezvous.store import Store
 
@@ -163,3 +165,12 @@ def test_facts_that_are_no_runs(facts: dict[str, Any], tmp_path) -> None:
     run = Handwritten(tmp_path / "run", facts=facts)
     with pytest.raises(FileError, match=re.escape("entry 0 of the log does not describe a run")):
         replayed(str(run.directory))
+
+
+def test_a_directory_that_can_not_be_read_is_not_said_to_hold_no_run(tmp_path, monkeypatch):
+    def stale(path: Path) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "is_file", stale)
+    with pytest.raises(UserError, match="can't be read: Stale file handle"):
+        open_run(str(tmp_path))

@@ -102,7 +102,7 @@ class ElasticMembership(Membership):
         self._are_equal = {p: False for p in range(num_fragments) if is_long(self.form.share_bytes(p))}
         """For each fragment that is long enough, True if all replicas made the same outer gradient."""
         for p in range(num_fragments):
-            self._take_digests(p)
+            self._take_digests(p, self._kinds)
         self._tokens_before = 0  # that earlier processes of this replica have read
         self._is_draining = False
         self._wanted: Collection[int] = ()
@@ -140,8 +140,8 @@ class ElasticMembership(Membership):
         """The digest of Θ_p, by which replicas compare it."""
         return self._digests[p][OUTER]
 
-    def _take_digests(self, p: int) -> None:
-        self._digests[p] = {kind: self.replica.state.digest(p, kind) for kind in self._kinds}
+    def _take_digests(self, p: int, kinds: Collection[str]) -> None:
+        self._digests[p] |= {kind: self.replica.state.digest(p, kind) for kind in self._kinds if kind in kinds}
 
     def _check_digests(self, p: int) -> None:
         """Refuse a Θ_p, or a slot, that has changed since its digest was taken, before others hear of it.
@@ -235,8 +235,8 @@ class ElasticMembership(Membership):
             values_N = flight.own()  # before there is a checksum to verify
             with replica.naming_non_finite(sync):
                 flight.seal()
-            replica.on_send(sync, values_N.clone)
-            self._take_digests(p)  # the rule may have changed its vectors
+            used = replica.on_send(sync, values_N.clone)
+            self._take_digests(p, used)  # the rule may have changed them
         then_tokens, then_steps = self.counted[p]
         tokens, steps = replica.tokens - then_tokens, step - then_steps
         _check_read(step, tokens, steps)
@@ -402,7 +402,7 @@ class ElasticMembership(Membership):
 
     def _applied(self, p: int, round: int) -> None:
         self.rounds[p] = round
-        self._take_digests(p)
+        self._take_digests(p, self._kinds)
         offer = self.in_flight.get(p)
         if offer is not None and offer.base_round < round - self.joined.rules.max_stale:
             del self.in_flight[p], self._errors[p]  # nobody may count it any more; Θ − θ still holds its work

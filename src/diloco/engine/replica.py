@@ -5,7 +5,7 @@ Shapes: N elements of one fragment that this process holds.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -290,10 +290,16 @@ class Replica:
             name = self.parameters.first_not_finite(p, delta_N)
             raise _non_finite(sync.step, self.number, p, name) from None
 
-    def on_send(self, sync: Sync, own: Callable[[], Tensor]) -> None:
-        """Let the outer rule act on a fragment that is sent; `own` decodes its outer gradient."""
-        with self._fragment(sync.fragment) as fragment:
+    def on_send(self, sync: Sync, own: Callable[[], Tensor]) -> Collection[str]:
+        """Let the outer rule act on a fragment that is sent; the kinds of vectors that it used.
+
+        Args:
+            sync: the fragment, its round and the step.
+            own: decodes its outer gradient.
+        """
+        with self._fragment(sync.fragment) as (fragment, used):
             self.settings.outer.on_send(fragment, own, sync)
+        return used
 
     def keep_error(self, p: int, error_N: Tensor) -> None:
         """Take the error that a payload leaves."""
@@ -306,7 +312,7 @@ class Replica:
         with (
             self.record.merging(),
             self.parameters.merging(p, self.num_steps) as theta,
-            self._fragment(p) as fragment,
+            self._fragment(p) as (fragment, _),
         ):
             rule = self.settings.outer
             self.lane.queue(lambda: take_outer_step(rule, mixing, fragment, theta, average, sync, cohort))
@@ -351,15 +357,15 @@ class Replica:
         return OuterStep(sync, blocked_seconds, make_average, make_deltas, spans, add_up, cohort)
 
     @contextmanager
-    def _fragment(self, p: int) -> Iterator[FragmentState]:
-        """A fragment's state for the outer rule; the vectors that the rule used are kept."""
+    def _fragment(self, p: int) -> Iterator[tuple[FragmentState, Collection[str]]]:
+        """A fragment's state for the outer rule, and the kinds of vectors that the rule used, which are kept."""
         used: dict[str, None] = {}
 
         def use(kind: str) -> Tensor:
             used[kind] = None
             return self.state.use(kind, p)
 
-        yield FragmentState(use)
+        yield FragmentState(use), used.keys()
         for kind in used:
             self.state.keep(kind, p)
 
