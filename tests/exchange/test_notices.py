@@ -89,7 +89,7 @@ def finish_unevenly() -> str:
 
 def test_finish_compares_the_steps():
     for message in run_replicas(finish_unevenly, 2):
-        assert "number of inner steps at finish(): replica 0 has 5, replica 1 has 6" in message
+        assert "number of inner steps at finish(): replica 0 has 5, replica 1 has 6; let all" in message
 
 
 @pytest.mark.parametrize("has_finished_before", [False, True])
@@ -120,8 +120,8 @@ def test_an_interruption_takes_no_message_away(joined):
     assert run_replicas(interrupt_what_has_come, 2, joined=joined) == [[1] * 9, [0] * 9]
 
 
-def end_amid_a_payload(secret: str | None) -> tuple[int, ...]:
-    """The replicas that are missing when replica 1 ends, and a part of its payload has come."""
+def end_amid_a_payload(secret: str | None) -> tuple[tuple[int, ...], str]:
+    """The replicas that are missing when replica 1 ends, and a part of its payload has come; and the error."""
     notices._SECONDS_BETWEEN_LOOKS = 0.05
     way = diloco.connect(timeout_seconds=TIMEOUT_SECONDS, secret=secret)
     payloads = {1 - way.replica: torch.ones(1 << 27, dtype=torch.uint8)}
@@ -133,12 +133,13 @@ def end_amid_a_payload(secret: str | None) -> tuple[int, ...]:
         os._exit(1)
     with pytest.raises(diloco.ExchangeError) as caught:
         messages.wait()
-    return caught.value.missing
+    return caught.value.missing, str(caught.value)
 
 
 @pytest.mark.parametrize("secret", [None, "correct horse battery staple"])
 def test_a_replica_that_ends_amid_its_payload_is_missed_at_once(secret):
-    assert run_replicas(end_amid_a_payload, 2, secret, joined=False, mortal=(1,)) == [(1,), None]
+    (missing, message), _ = run_replicas(end_amid_a_payload, 2, secret, joined=False, mortal=(1,))
+    assert missing == (1,) and "no payload from or to replica 1 (its process has ended, or" in message
 
 
 WAITING_IN_A_THREAD = """

@@ -221,7 +221,7 @@ def test_hostile_notices_end_the_wait(text):
 
 
 ARRIVAL = {"num_replicas": 2, "leader": False, "num_connections": 1, "processes_per_replica": 1}
-ARRIVAL |= {"job": None, "process": "f00d"}
+ARRIVAL |= {"job": None, "process": "f00d/1", "number": 1}
 
 
 def test_an_arrival_is_read():

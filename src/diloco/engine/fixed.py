@@ -19,7 +19,7 @@ from diloco.engine.outer_state import ERROR, OUTER
 from diloco.engine.replica import Flight, Membership, Replica
 from diloco.errors import DisagreementError, ExchangeError, PayloadError, UserError
 from diloco.exchange.process_group import Answers
-from diloco.exchange.transport import Channel, Tag, Transport, agree, fail_together
+from diloco.exchange.transport import SAME_NUMBER_OF_STEPS, Channel, Tag, Transport, agree, fail_together
 from diloco.outer.averages import Average
 from diloco.outer.cohort import Cohort
 from diloco.outer.digest import parameters_hash
@@ -296,7 +296,7 @@ class FixedMembership(Membership):
         with self.transport.finishing(step):
             fragments = [p for p, last_sent in enumerate(self.replica.last_sent) if flush and last_sent < step]
             facts = {"number of inner steps at finish()": step, "fragments that finish() flushes": fragments}
-            agree(self.transport, facts)
+            agree(self.transport, facts, remedy=SAME_NUMBER_OF_STEPS)
             first_step = step - self._schedule.overlap(self.transport.replica) + 1
             with self.replica.fail_together():
                 self.replica.parameters.watch.take(step)()

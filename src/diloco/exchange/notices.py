@@ -16,7 +16,7 @@ from typing import ParamSpec, Protocol, TypeVar
 import torch.distributed as dist
 
 from diloco.errors import ExchangeError
-from diloco.exchange.transport import Store, Tag
+from diloco.exchange.transport import SAME_NUMBER_OF_STEPS, Store, Tag
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -203,7 +203,7 @@ class Notices:
             if finish == self._num_finishes and last_step < tag.step:
                 return (
                     f"replica {replica} called finish() after step {last_step}, and this replica waits for "
-                    f"what is sent after step {tag.step}: let all replicas take the same number of steps"
+                    f"what is sent after step {tag.step}: {SAME_NUMBER_OF_STEPS}"
                 )
         return None
 

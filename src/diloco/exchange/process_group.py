@@ -1,5 +1,6 @@
 """The exchange over a torch.distributed process group, on gloo or nccl."""
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -173,7 +174,7 @@ class Messages:
         if (cause := self.interruption or self._notices.failure) is not None:
             return ExchangeError(f"{self.tag}: {cause}", missing)
         member = "process {} of this replica" if self._answers is None else "replica {}"
-        names = ", ".join(f"{member.format(i)} ({self._missing[i]})" for i in sorted(self._missing))
+        names = ", ".join(f"{member.format(i)} ({_explained(self._missing[i])})" for i in sorted(self._missing))
         return ExchangeError(f"{self.tag}: no payload from or to {names}", missing)
 
 
@@ -186,6 +187,12 @@ def _end(over: "futures.Future[None]", error: Exception) -> None:
     futures.wait([over], _SECONDS_FOR_ITS_OWN_ERROR)
     with suppress(futures.InvalidStateError):
         over.set_exception(error)
+
+
+def _explained(error: str) -> str:
+    """A transport's words, after what they mean: no replica closes a connection without a notice."""
+    is_closed = re.search("closed by peer|reset by peer|closed the connection|broke off|Broken pipe", error)
+    return f"its process has ended, or the network has cut its connection: {error}" if is_closed else error
 
 
 def _is_gloo(backend: "Backend") -> bool:
