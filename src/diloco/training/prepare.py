@@ -21,7 +21,7 @@ from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import Budget, resolved, with_budget, with_method_values
 from diloco.training.processes import under_a_launcher
 from diloco.training.records.runs import check_text, check_unclaimed, resume_config
-from diloco.training.records.summary import held_out_windows
+from diloco.training.records.summary import open_held_out
 
 
 def prepare_run(
@@ -48,7 +48,7 @@ def prepare_run(
     if resume is not None:
         _check_device(asked)
         if budget is not None:
-            check_text(replace(asked, name=resume.name, runs=resume.parent), field="data.prepared")
+            check_text(resume, asked.data.prepared, field="data.prepared")
             asked = _with_budget(asked, budget)
         return resume_config(resume, asked)
     refuse_what_means_nothing(asked)
@@ -70,7 +70,7 @@ def prepare_run(
     if schedule is not None:
         check_sends(schedule, config.num_steps)
     epoch_tokens(config, directory)
-    held_out_windows(open_split(directory, "held_out"), config)
+    open_held_out(config)  # too little text is refused now, not after the last step
     return asked if own is None else resume_config(own, asked)
 
 
