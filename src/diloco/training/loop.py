@@ -142,7 +142,7 @@ class _Run:
         """Begin a step, at the learning rate of the tokens that all replicas will have read after it."""
         config, state = self.config, self.state
         reached = state.standing.next_tokens / config.tokens_per_step
-        rate = learning_rate(config.optimizer, reached, num_steps=config.num_steps)
+        rate = learning_rate(state.inner, reached, num_steps=config.num_steps)
         batch, layers = self.batches.batch(step), config.log_layer_cosine
         self.begun.append(begin_step(state, batch, self.world, rate=rate, log_layer_cosine=layers))
 
@@ -211,6 +211,7 @@ def _set_up(asked: TrainConfig, *, resume: bool, on_step: Callable[[StepMetrics]
                 state.load(checkpoints, step)
             checkpoints.drop_after(step)
             config = continued(asked, world, step)
+            state.inner = config.optimizer  # of a phase that may begin here
         log = None
         if world.rank == 0:
             log = _open_log(config, world, state)
