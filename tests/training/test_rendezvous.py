@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.processes import run_replicas
+from tests.training.cases import rate
 from tests.training.runs import TIMEOUT_SECONDS, lines, run, started, summary
 
 from diloco.errors import DisagreementError, UserError
@@ -30,7 +31,6 @@ from diloco.training.config.config import (
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolved
 from diloco.training.loop import train
-from diloco.training.optimizer import learning_rate
 from diloco.training.prepare import prepare_run
 from diloco.training.processes import STORE
 from diloco.training.records.finished import run_parameters
@@ -238,7 +238,7 @@ def test_fixed_members_have_the_learning_rates_of_a_fixed_group(config, tmp_path
         diloco=replace(config.diloco, combine="reduce_scatter:bf16"),
     )
     everyones = run_replicas(train_together, 2, fixed, joined=False)
-    expected = [learning_rate(config, step) for step in range(1, STEPS + 1)]
+    expected = [rate(config, step) for step in range(1, STEPS + 1)]
     assert max(map(len, everyones)) == STEPS
     for rates in everyones:  # who sees first that the other has finished may stop some steps earlier
         assert rates[:-1] == expected[: len(rates) - 1] and len(rates) > STEPS - 8
@@ -265,7 +265,7 @@ def test_the_shards_of_a_machine_are_one_replica(config, tmp_path):
     assert first == second and len(first) > STEPS / 2, (
         "both shards train with the same rate, and end after the same step"
     )
-    assert first[0][1] == learning_rate(config, 2), "the batch of a replica is that of its shards together"
+    assert first[0][1] == rate(config, 2), "the batch of a replica is that of its shards together"
     assert sorted(join.name for join in bodies(run.rendezvous, Join)) == ["a", "b"]
     assert {leave.finished for leave in bodies(run.rendezvous, Leave)} == {True}
     replay = replayed(run.rendezvous, initial=initial_parameters)

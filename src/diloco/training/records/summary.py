@@ -11,8 +11,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from diloco.data.shards import TokenShards
-from diloco.data.tokenizers import load_tokenizer
+from diloco.data.shards import TokenShards, open_split
+from diloco.data.tokenizers import Tokenizer, load_tokenizer
 from diloco.engine.parameters import gathered
 from diloco.errors import UserError
 from diloco.evaluation.likelihoods import HeldOutLoss, held_out_loss, sequence_losses
@@ -125,55 +125,69 @@ class Outcome:
     """Text sampled from the model with the outer parameters."""
 
 
-def evaluate(
-    state: TrainState, config: TrainConfig, world: World, held_out: TokenShards, *, together: bool
-) -> HeldOutLoss:
+@dataclass(frozen=True)
+class HeldOut:
+    """The windows of the held-out text on which a run is evaluated."""
+
+    text: TokenShards
+    """The held-out split."""
+    sequence_length: int
+    """Tokens that are predicted in a window."""
+    windows: Sequence[int]
+    """Their numbers, spread evenly over the text; at least one per process."""
+    batch: int
+    """Windows a forward pass."""
+
+    def losses(self, model: LanguageModel, windows: Sequence[int], device: torch.device) -> list[float]:
+        """The mean loss of each window, nats per token."""
+        batches = (
+            np.stack(
+                [self.text.window(window, self.sequence_length) for window in windows[start : start + self.batch]]
+            )
+            for start in range(0, len(windows), self.batch)
+        )
+        return sequence_losses(model, batches, device)
+
+    def mean(self, losses: Sequence[float]) -> HeldOutLoss:
+        """The held-out loss of windows whose losses are known."""
+        bytes_per_token = self.text.num_bytes / self.text.num_tokens
+        return held_out_loss(losses, sequence_length=self.sequence_length, bytes_per_token=bytes_per_token)
+
+
+def open_held_out(config: TrainConfig) -> HeldOut:
+    """The held-out text of a resolved config.
+
+    Raises:
+        UserError: if the text is gone, or has fewer windows than the run has processes.
+    """
+    assert config.data.prepared is not None, "the config is resolved"
+    text, length, num_processes = (
+        open_split(config.data.prepared, "held_out"),
+        config.sequence_length,
+        config.num_processes,
+    )
+    available = text.num_windows(length)
+    if available < num_processes:
+        raise UserError(
+            f"the held-out text has {available} sequences of {length} tokens, fewer than the {num_processes} "
+            "processes: raise data.held_out_fraction, or lower sequence_length",
+            *("sequence_length", "data.held_out_fraction"),
+        )
+    count = min(available, max(num_processes, config.evaluation.num_tokens // length))
+    return HeldOut(text, length, [k * available // count for k in range(count)], config.evaluation.batch)
+
+
+def evaluate(state: TrainState, world: World, held_out: HeldOut, *, together: bool) -> HeldOutLoss:
     """Held-out loss of the outer parameters on this process's share of the text, or together on all of it."""
-    windows = held_out_windows(held_out, config)
-    rank, num_ranks = world.everyone.replica, world.everyone.num_replicas
-    mine = windows[rank::num_ranks]
+    windows, rank, num_ranks = held_out.windows, world.everyone.replica, world.everyone.num_replicas
+    mine = [*windows[rank::num_ranks]]
     # All processes of a replica must take the same number of passes: a shorter share repeats a window.
     padded = mine + mine[-1:] * (-(-len(windows) // num_ranks) - len(mine))
     with state.sync.outer_parameters_applied():
-        losses = window_losses(state.model, held_out, padded, config, world.device)[: len(mine)]
+        losses = held_out.losses(state.model, padded, world.device)[: len(mine)]
     if together:
         losses = [loss for share_of_one in share(world.everyone, losses, list[float]) for loss in share_of_one]
-    return held_out_mean(losses, held_out, config)
-
-
-def window_losses(
-    model: LanguageModel, held_out: TokenShards, windows: Sequence[int], config: TrainConfig, device: torch.device
-) -> list[float]:
-    """The mean loss of each window, nats per token, by forward passes of `evaluation.batch` of them."""
-    size, length = config.evaluation.batch, config.sequence_length
-    batches = (
-        np.stack([held_out.window(window, length) for window in windows[start : start + size]])
-        for start in range(0, len(windows), size)
-    )
-    return sequence_losses(model, batches, device)
-
-
-def held_out_mean(losses: Sequence[float], held_out: TokenShards, config: TrainConfig) -> HeldOutLoss:
-    """The held-out loss of windows whose losses are known."""
-    bytes_per_token = held_out.num_bytes / held_out.num_tokens
-    return held_out_loss(losses, sequence_length=config.sequence_length, bytes_per_token=bytes_per_token)
-
-
-def held_out_windows(held_out: TokenShards, config: TrainConfig) -> list[int]:
-    """The windows to evaluate on, spread evenly over the held-out text; at least one per process.
-
-    Raises:
-        UserError: if the text has fewer windows than the run has processes.
-    """
-    available = held_out.num_windows(config.sequence_length)
-    if available < config.num_processes:
-        raise UserError(
-            f"the held-out text has {available} sequences of {config.sequence_length} tokens, fewer than the "
-            f"{config.num_processes} processes: raise data.held_out_fraction, or lower sequence_length",
-            *("sequence_length", "data.held_out_fraction"),
-        )
-    count = min(available, max(config.num_processes, config.evaluation.num_tokens // config.sequence_length))
-    return [k * available // count for k in range(count)]
+    return held_out.mean(losses)
 
 
 def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss) -> Outcome | None:
@@ -196,7 +210,9 @@ def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOut
     # A model that is sharded may fit on no device whole.
     model = state.model if world.mesh is None else config.model.build(seed=config.seed)
     model.load_state_dict(outer)
-    return Outcome(summary, _sample(model, config))
+    assert config.data.prepared is not None, "the config is resolved"
+    tokenizer = load_tokenizer(config.data.prepared)
+    return Outcome(summary, _sample(model, tokenizer, context=config.sequence_length, seed=config.seed))
 
 
 def _summary(
@@ -233,11 +249,8 @@ def _summary(
     } | ({"contributors": {name: asdict(part) for name, part in counted.items()}} if counted else {})
 
 
-def _sample(model: LanguageModel, config: TrainConfig, num_tokens: int = 200) -> str:
-    assert config.data.prepared is not None, "the config is resolved"
-    tokenizer = load_tokenizer(config.data.prepared)
-    length, vocab_size = config.sequence_length, tokenizer.vocab_size
+def _sample(model: LanguageModel, tokenizer: Tokenizer, *, context: int, seed: int, num_tokens: int = 200) -> str:
     device = next(model.parameters()).device
-    writer = Writer(model, context=length, device=device, vocab_size=vocab_size, seed=config.seed)
+    writer = Writer(model, context=context, device=device, vocab_size=tokenizer.vocab_size, seed=seed)
     writer.read([tokenizer.bos_id])
     return tokenizer.decode([*generate(writer, num_tokens)])
