@@ -274,7 +274,7 @@ def _supervise(
         signals.append(number)
         raise SystemExit(128 + number)
 
-    reports: list[Connection] = []
+    reports = list[Any]()
     with _meeting_file() as store:
         try:
             for rank in range(num_processes):  # with the signals blocked: none inherits the handlers
