@@ -23,6 +23,7 @@ from diloco.rendezvous.log.log import Log
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.objects import Objects
 from diloco.rendezvous.store import Store
+from diloco.schema import checked_name
 
 _T = TypeVar("_T")
 _NUM_SHARES = 16
@@ -389,6 +390,4 @@ def _name(name: str | None) -> str:
     if name is None:
         host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).strip(".-")[:40] or "replica"
         return f"{host}-{secrets.token_hex(3)}"
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        raise UserError(f"name={name!r} must be up to 64 letters, digits, dots and dashes", "name")
-    return name
+    return checked_name(name)

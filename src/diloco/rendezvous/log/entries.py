@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 
 from diloco.errors import FileError
-from diloco.schema import Count
+from diloco.schema import Count, Name
 
 FORMAT = 4
 """Version of the log's format."""
@@ -26,8 +26,6 @@ Checksum = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """`diloco.outer.digest.outer_digest` of Θ_p in hexadecimal."""
 Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 """An Ed25519 public key in hexadecimal; empty in a run without keys."""
-Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
-"""A replica's name: letters, digits, dots, dashes, at most 64."""
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 MOST_NORM = 1e33
 """Largest ‖Δ‖₂ of a payload: with it the sum of `MOST_REPLICAS` payloads is finite in FP32."""

@@ -20,13 +20,12 @@ from diloco.rendezvous.log.entries import (
     Keys,
     Leave,
     LogError,
-    Name,
     Norm,
     Outer,
     Rules,
     Snapshot,
 )
-from diloco.schema import Count
+from diloco.schema import Count, Name
 
 _MOST_TOKENS = 1 << 40
 """Largest number of tokens, or steps, of one contribution."""
