@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diloco.engine.checkpoint import check_like, elastic_values_checked, refuse_names, tensors_checked
-from diloco.engine.guards import are_equal, is_long
+from diloco.engine.guards import EqualGradients
 from diloco.engine.outer_state import ERROR, OUTER
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.replica import Membership, Replica
@@ -99,8 +99,7 @@ class ElasticMembership(Membership):
         self._kinds = (OUTER, *settings.outer.slots)
         self._digests: list[dict[str, int]] = [{} for _ in self.rounds]
         """For each fragment the digests of Θ_p and of the slots, as the last outer step left them."""
-        self._are_equal = {p: False for p in range(num_fragments) if is_long(self.form.share_bytes(p))}
-        """For each fragment that is long enough, True if all replicas made the same outer gradient."""
+        self._equal = EqualGradients(num_fragments)
         for p in range(num_fragments):
             self._take_digests(p, self._kinds)
         self._tokens_before = 0  # that earlier processes of this replica have read
@@ -347,26 +346,25 @@ class ElasticMembership(Membership):
         return replica.described(sync, *makers, cohort=decision.cohort)
 
     def _refuse_equal(self, decision: Decision, content: Content) -> None:
-        """Refuse to go on if the newest outer gradients of all fragments were equal on all replicas.
+        """Refuse to go on if another replica's newest outer gradients of all fragments were equal to the own ones.
 
-        In one fragment they may be equal without that, where it has no gradients and the weights decay. With
-        averages of shares nobody has the payloads, and nothing is noticed.
+        With averages of shares nobody has the payloads, and nothing is noticed.
 
         Raises:
-            UserError: saying that the replicas train on the same data.
+            UserError: naming the other replica, and saying that both train on the same data.
         """
         p, form, own = decision.fragment, self.form, self.replica.number
-        if len(content.payloads) < 2 or p not in self._are_equal:
+        if len(content.payloads) < 2:
             return
         payloads = {member: payload.data for member, payload in content.payloads.items()}
         key = form.key(p, decision.base_rounds[own], own)
-        self._are_equal[p] = are_equal(payloads, self.replica.reduction, form.sizes[p], key, decision.cohort)
-        if all(self._are_equal.values()):
-            raise UserError(
-                f"all {len(decision.cohort.members)} replicas of the outer steps made the same outer gradients, "
-                "to the last bit: they train on the same data; let each read from its own rendezvous.slot and "
-                "rendezvous.start, and let nothing average gradients across replicas"
-            )
+        for pair in self._equal.look(p, payloads, self.replica.reduction, form.sizes[p], key, decision.cohort):
+            if own in pair:
+                raise UserError(
+                    f"replicas {pair[0]} and {pair[1]} made the same outer gradients of all fragments, to the last "
+                    "bit: they train on the same data; let each read from its own rendezvous.slot and "
+                    "rendezvous.start, and let nothing average gradients across replicas"
+                )
 
     def _jump(self, decision: Decision, stored: StoredSnapshot, mixing: MergeRule) -> OuterStep:
         """Take a snapshot in the place of outer steps that are long ago, and merge Θ once."""

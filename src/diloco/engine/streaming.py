@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from diloco.engine.attach import Attachment
+from diloco.engine.attach import Attachment, check_trains, trained_by
 from diloco.engine.fixed import FixedMembership
 from diloco.engine.lanes import device_lane
 from diloco.engine.outer_state import OUTER
@@ -300,6 +300,9 @@ class StreamingDiLoCo:
             optimizer: the torch optimizer that steps last, or a wrapper such as accelerate's or torchtitan's.
             scaler: the GradScaler that steps it: a step that it skips counts, so that replicas stay in step.
             tokens: of each inner step, as in `step()`.
+
+        Raises:
+            UserError: if the engine is attached already, or the optimizer trains none of its parameters.
         """
         _checked_tokens(tokens)
         if self._attachment is not None and self._attachment.is_attached:
@@ -307,6 +310,7 @@ class StreamingDiLoCo:
                 "the engine is attached already, and would count every inner step twice: attach it alone to the "
                 "optimizer that steps last"
             )
+        check_optimizers(self, [optimizer])
         self._attachment = Attachment(partial(self.step, tokens=tokens), optimizer, scaler)
         return self._attachment
 
@@ -596,3 +600,20 @@ def check_job(num_processes: int, engine: StreamingDiLoCo) -> Transport:
             "exchange",
         )
     return engine.exchange
+
+
+def is_trained_by(engine: StreamingDiLoCo, optimizer: object) -> bool:
+    """True if an optimizer trains a parameter that the engine exchanges."""
+    own = {id(parameter) for parameter in engine._replica.parameters.by_name.values()}
+    return any(id(parameter) in own for _, parameter in trained_by(optimizer))
+
+
+def check_optimizers(engine: StreamingDiLoCo, optimizers: Sequence[object]) -> None:
+    """Refuse optimizers of other parameters than the engine's; a warning names those that they train beside them.
+
+    Raises:
+        UserError: if none trains a parameter that the engine exchanges, or one is no optimizer.
+    """
+    parameters = engine._replica.parameters
+    if not parameters.has_masters:  # else the optimizer may train these
+        check_trains(optimizers, parameters.by_name)

@@ -6,7 +6,7 @@ from typing import Any, Self, cast
 
 from torch import nn
 
-from diloco.engine.streaming import StreamingDiLoCo, check_job
+from diloco.engine.streaming import StreamingDiLoCo, check_job, is_trained_by
 from diloco.errors import UserError
 from diloco.files import requiring
 
@@ -17,13 +17,13 @@ with requiring("accelerate", extra="accelerate"):
 class DiLoCo:
     """Trains one replica in a loop with Accelerate; every replica is a job of its own.
 
-    Call `step()` where `LocalSGD.step()` stands, after `optimizer.step()`: under `accelerator.accumulate` only the
-    last micro-step of a batch counts. At the end of the context everything in flight is merged, and Θ is left in
-    the model. `accelerator.save_state` and `load_state` keep the engine's state with the rest. Evaluate Θ in
-    `engine.outer_parameters_applied()`.
+    In the context the engine counts the steps of the model's optimizer, or of several the one that was prepared
+    last; micro-steps of an accumulation do not count, and a step that a gradient scaler skipped does. At the end
+    of the context everything in flight is merged, and Θ is left in the model. `accelerator.save_state` and
+    `load_state` keep the engine's state with the rest. Evaluate Θ in `engine.outer_parameters_applied()`.
 
     Args:
-        accelerator: the replica's own.
+        accelerator: the replica's own; it has prepared the optimizer when the context begins.
         model: the model that `accelerator.prepare` returned, with the initial parameters that all replicas share.
         build: the engine of a model, which is passed without Accelerate's wrappers.
 
@@ -47,20 +47,26 @@ class DiLoCo:
         accelerator.register_for_checkpointing(self)
 
     def __enter__(self) -> Self:
+        prepared = self._accelerator._optimizers
+        if not prepared:
+            raise UserError(
+                "prepare the optimizer with accelerator.prepare before the loop: its steps are counted"
+            )
+        ours = [optimizer for optimizer in prepared if is_trained_by(self.engine, optimizer)]
+        self._attachment = self.engine.attach((ours or prepared)[-1])
         return self
 
     def step(self) -> None:
-        """Count an inner step, if the optimizer has stepped; one that a gradient scaler skipped counts too."""
-        if self._accelerator.sync_gradients:
-            self.engine.step()
+        """Do nothing, where `LocalSGD.step()` stands: the engine counts the optimizer's own steps."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._attachment.remove()
         if kind is not None:
             return
         if not self.engine.num_steps:
-            raise UserError("no inner step was counted: call step() after each optimizer.step()")
+            raise UserError("the optimizer took no step in this context: train inside of it")
         self.engine.finish()
         self.engine.copy_outer_to_model()
 
