@@ -133,6 +133,18 @@ def test_the_optimizer_must_be_prepared_and_train_the_model():
         pass
 
 
+@pytest.mark.filterwarnings("ignore:after")
+def test_a_loop_over_epochs_enters_one_context_and_makes_no_other():
+    from diloco.integrations.accelerate import DiLoCo
+
+    job = Job()
+    job.train(1, 4)
+    job.train(5, 8)
+    assert job.diloco.engine.num_steps == 8
+    with pytest.raises(diloco.UserError, match="make one before the loop over epochs, and enter it"):
+        DiLoCo(accelerator=job.accelerator, model=job.model, build=build)
+
+
 def test_a_loop_without_a_step_is_refused_and_an_error_in_it_stays_what_it_is():
     with pytest.raises(diloco.UserError, match="the optimizer took no step"), Job().diloco:
         pass

@@ -19,7 +19,8 @@ class DiLoCo:
 
     In the context the engine counts the steps of the model's optimizer, or of several the one that was prepared
     last; micro-steps of an accumulation do not count, and a step that a gradient scaler skipped does. At the end
-    of the context everything in flight is merged, and Θ is left in the model. `accelerator.save_state` and
+    of the context everything in flight is merged, and Θ is left in the model. A loop may enter it again, in each
+    epoch: it is made once, before the loop, since it holds the outer momentum. `accelerator.save_state` and
     `load_state` keep the engine's state with the rest. Evaluate Θ in `engine.outer_parameters_applied()`.
 
     Args:
@@ -28,7 +29,8 @@ class DiLoCo:
         build: the engine of a model, which is passed without Accelerate's wrappers.
 
     Raises:
-        UserError: if Accelerate shards the model, or leaves its optimizer's weights to DeepSpeed or Megatron-LM.
+        UserError: if Accelerate shards the model, or leaves its optimizer's weights to DeepSpeed or Megatron-LM,
+            or the model has a DiLoCo already.
     """
 
     def __init__(
@@ -41,7 +43,13 @@ class DiLoCo:
                 "StreamingDiLoCo the sharded model, and save its state with torch.distributed.checkpoint"
             )
         self._accelerator = accelerator
-        self.engine = build(cast(nn.Module, accelerator.unwrap_model(model, keep_torch_compile=False)))
+        self._model = cast(nn.Module, accelerator.unwrap_model(model, keep_torch_compile=False))
+        if any(isinstance(other, DiLoCo) and other._model is self._model for other in accelerator._custom_objects):
+            raise UserError(
+                "this model has a DiLoCo, and another would begin with no outer momentum: make one before the "
+                "loop over epochs, and enter it (`with`) in each"
+            )
+        self.engine = build(self._model)
         """The engine."""
         check_job(accelerator.num_processes, self.engine)
         accelerator.register_for_checkpointing(self)
@@ -54,6 +62,7 @@ class DiLoCo:
             )
         ours = [optimizer for optimizer in prepared if is_trained_by(self.engine, optimizer)]
         self._attachment = self.engine.attach((ours or prepared)[-1])
+        self._first_step = self.engine.num_steps
         return self
 
     def step(self) -> None:
@@ -65,7 +74,7 @@ class DiLoCo:
         self._attachment.remove()
         if kind is not None:
             return
-        if not self.engine.num_steps:
+        if self.engine.num_steps == self._first_step:
             raise UserError("the optimizer took no step in this context: train inside of it")
         self.engine.finish()
         self.engine.copy_outer_to_model()
