@@ -109,7 +109,7 @@ def test_the_page_of_a_store_follows_its_log(tmp_path, serve, monkeypatch):
     (shown,) = sections(server)
     assert (shown["standing"], shown["facts"]["outer steps"], len(shown["table"]["rows"])) == ("running", "4", 3)
     run.append(Leave(finished=False), author=1)
-    run.append(Leave(finished=True), author=0)
+    run.close()
     (ended,) = sections(server)
     assert ended["standing"] == "finished" and ended["table"]["rows"][-1][:2] == ["0 a", "left"]
     replicas, contributors, tokens = shown["charts"]

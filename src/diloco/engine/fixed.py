@@ -304,16 +304,18 @@ class FixedMembership(Membership):
             where = f"step {step}: fragment {sync.fragment}, round {sync.round}"
             raise type(error)(f"{where}: {error}") from error
 
-    def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
+    def finish(self, *, flush: bool, close: bool) -> tuple[OuterStep, ...]:
         """Receive what is in flight and merge it, in order; every replica calls it after the same step.
 
         Args:
             flush: send and merge every fragment once more that was not sent after the last inner step, one at a
                 time.
+            close: without effect, since all replicas end together.
 
         Raises:
             DisagreementError: if the replicas have taken different numbers of steps, or only some of them flush.
         """
+        del close
         step = self.replica.num_steps
         with self.transport.finishing(step):
             fragments = [p for p, last_sent in enumerate(self.replica.last_sent) if flush and last_sent < step]

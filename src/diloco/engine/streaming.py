@@ -318,7 +318,7 @@ class StreamingDiLoCo:
         """Call `hook(names)` after each merge with the names of the changed parameters, until its removal."""
         return self._replica.parameters.on_merge(hook)
 
-    def finish(self, *, flush: bool = False) -> tuple[OuterStep, ...]:
+    def finish(self, *, flush: bool = False, close: bool = False) -> tuple[OuterStep, ...]:
         """Receive what is in flight and merge it, in order; every replica calls it after the same step.
 
         It raises what `step()` raises; after any error, load the last saved state in a new engine.
@@ -327,12 +327,16 @@ class StreamingDiLoCo:
             flush: then send and merge every fragment once more, so that Θ, which is what to ship, holds the last
                 work of all. A warning names the fragments whose last work was not counted, or, without `flush`,
                 those that were never sent.
+            close: where replicas come and go, end the run for all of them, since its token budget is spent. Each
+                then takes every outer step up to the entry that closes the log, so that all have the same Θ; one
+                that finishes after another has called this does so, too. The wait is bounded by the rendezvous'
+                `timeout_seconds`; after it `rendezvous.leave()` warns which entry's Θ this replica has.
         """
         self._check_going_on()
         if flush and self._loads.pending:
             self._loads.check()
         with self._fail_together():
-            merged = self._membership.finish(flush=flush)
+            merged = self._membership.finish(flush=flush, close=close)
         self._warn_of_unsent()
         if flush:
             self._warn_of_uncounted()
@@ -585,7 +589,7 @@ def check_job(num_processes: int, engine: StreamingDiLoCo) -> Transport:
     """
     if (rendezvous := engine.rendezvous) is not None:
         with suppress(DilocoError):  # the engine has joined
-            rendezvous.leave(finished=False)
+            rendezvous.leave()
         raise UserError(
             "a framework's job can't be a replica that comes and goes: train with diloco's own trainer, or in a "
             "loop of your own, which reads from rendezvous.slot and rendezvous.start, or join the jobs with "

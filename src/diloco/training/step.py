@@ -70,7 +70,7 @@ def begin_step(
     sends = sync.bytes_sent > sent_before
     state.took(step)
     if state.is_over:
-        outer_steps += sync.finish()
+        outer_steps += sync.finish(close=True)
         state.took(step)  # with what was counted since
     for outer_step in outer_steps:
         outer_step.begin(layer_cosine=log_layer_cosine)

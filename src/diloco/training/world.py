@@ -69,6 +69,7 @@ def meeting(config: TrainConfig) -> Iterator["StoreRendezvous"]:
             num_shares=elastic.num_shares,
             num_slots=elastic.num_slots,
             max_local_steps=elastic.max_local_steps,
+            step_tokens=config.process_batch * config.processes_per_replica * config.sequence_length,
             timeout_seconds=config.timeout_seconds,
             facts=facts_with_rendezvous(config) | text_facts(config.data.prepared).shared,
         )

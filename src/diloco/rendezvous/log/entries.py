@@ -12,7 +12,7 @@ import msgspec
 from diloco.errors import FileError
 from diloco.schema import Count, Name
 
-FORMAT = 4
+FORMAT = 5
 """Version of the log's format."""
 MOST_REPLICAS = (1 << 16) - 2
 """Numbers of replicas that codecs can tell apart."""
@@ -89,6 +89,10 @@ class Join:
 
     name: Name
     key: Key
+    step_tokens: Positive
+    """The most tokens that one of its inner steps reads."""
+    most_steps: Positive
+    """The most inner steps between two of its sends of a fragment that are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +150,15 @@ class Leave:
     """A replica leaves; what it has uploaded may still be counted."""
 
     finished: bool
-    """True if the run's token budget is spent: the run is over then."""
+    """True if the run's token budget is spent: no replica takes more inner steps, and none joins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Close:
+    """The run is over: no entry follows. A replica writes it that has left since the token budget is spent."""
+
+    outer: tuple[Checksum, ...]
+    """For each fragment the digest of Θ_p after its last outer step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +170,7 @@ class Keys:
     """Keys whose replicas are shut out at once, with what they have uploaded."""
 
 
-Body: TypeAlias = Create | Join | Outer | Snapshot | Leave | Keys
+Body: TypeAlias = Create | Join | Outer | Snapshot | Leave | Close | Keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +189,7 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """create, join, outer, snapshot, leave or keys."""
+        """create, join, outer, snapshot, leave, close or keys."""
         return type(self.body).__name__.lower()
 
 
