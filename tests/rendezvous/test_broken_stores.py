@@ -155,7 +155,7 @@ def test_what_is_no_file_under_the_next_name_ends_replicas_and_a_replay(make, ki
 
 
 def test_a_store_that_says_both_exists_and_absent_is_an_outage(tmp_path: Path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("diloco.rendezvous.store._SECONDS_TO_WARNING", 0.2)
+    monkeypatch.setattr("diloco.rendezvous.store._SECONDS_TO_WARNING", 0.0)
     ours = Replica(str(tmp_path), max_local_steps=100)
     until(lambda: min(counted(ours)) >= 0, ours)
     put, number = Store._put, int(quiet(tmp_path)[-1]) + 1
