@@ -9,19 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from obstore.exceptions import AlreadyExistsError
 from tests.engine.test_elastic import counted, until
 from tests.rendezvous.handwritten import Handwritten
 from tests.rendezvous.replay import replayed
-from tests.rendezvous.replicas import Replica, theta0
+from tests.rendezvous.replicas import P, Replica, theta0
 
 import diloco
-from diloco.errors import DilocoError
+from diloco.errors import DilocoError, UserError
 from diloco.rendezvous.joining import Wish, join
-from diloco.rendezvous.log.entries import Leave
+from diloco.rendezvous.log.entries import Leave, Snapshot
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import ENTRY, begun, sealed_entry
-from diloco.rendezvous.objects import PAYLOAD
+from diloco.rendezvous.objects import PAYLOAD, seal_snapshot, snapshot_name
 from diloco.rendezvous.replay import replayed as verified
 from diloco.rendezvous.store import Store
 
@@ -113,6 +114,23 @@ def test_a_store_that_is_put_back_while_an_entry_is_on_its_way(tmp_path: Path, m
     monkeypatch.setattr(Store, "create", late)
     assert f"entry {newest} of the log is not in" in end_of(ours)
     assert int(entries(tmp_path)[-1]) == newest + 1
+
+
+def test_a_state_that_knows_more_than_the_log_is_refused(tmp_path: Path) -> None:
+    url = tmp_path / "run"
+    ours = Replica(str(url), snapshot_rounds=1000)
+    until(lambda: min(ours.rounds) >= 1, ours)
+    quiet(url)
+    shutil.copytree(url, tmp_path / "copy", ignore=shutil.ignore_patterns("*#*"))
+    known = len(entries(url))
+    until(lambda: len(entries(url)) > known + 2 * P and min(ours.rounds) >= 3, ours)
+    state = ours.engine.state_dict()
+    ours.vanish()
+    put_an_old_copy_back(url)
+    again = Replica(str(url))
+    with pytest.raises(UserError, match=r"knows round \d+ of fragment 0, and the run's log ends at round"):
+        again.engine.load_state_dict(state)
+    again.vanish()
 
 
 def test_nobody_joins_a_log_with_a_hole(tmp_path: Path) -> None:
@@ -215,3 +233,38 @@ def test_a_replica_whose_leave_was_forged_says_so(tmp_path: Path) -> None:
     assert f"entry {state.number} of the log lets ours leave, and ours did not write it" in sentence
     with pytest.raises(diloco.ExchangeError):
         ours.step()
+
+
+def test_a_replica_that_loads_a_false_snapshot_ends_at_the_next_entry(tmp_path: Path) -> None:
+    """As a member could upload one; the entry that two others write names the digest of the right parameters."""
+    *ours, liar = (Replica(str(tmp_path), name=name, snapshot_rounds=1000) for name in ("a", "b", "liar"))
+    until(lambda: min(ours[0].rounds) >= 2, *ours, liar)
+    liar.vanish()
+    quiet(tmp_path)
+    until(lambda: ours[0].exchange.state.number == len(entries(tmp_path)))
+    state, number = ours[0].exchange.state, liar.exchange.replica
+    last_round = state.fragments[0].round
+    vectors = {kind: torch.ones(4) for kind in ("outer", "velocity")}
+    buffers, digest = seal_snapshot(vectors)
+    body = Snapshot(fragment=0, round=last_round, sha256=digest)
+    for name, parts in (
+        (snapshot_name(0, last_round, digest), buffers),
+        (ENTRY.name(state.number), [sealed_entry(body, Signer(), author=number, previous=state.previous)]),
+    ):
+        assert asyncio.run(Store.open(str(tmp_path)).create(name, parts)) is None
+    late = Replica(str(tmp_path), name="late")
+    assert (late.outer()[0] == 1).all()
+    sentences: list[str] = []
+
+    def step() -> bool:
+        try:
+            late.step()
+        except DilocoError as error:
+            sentences.append(str(error))
+        return bool(sentences)
+
+    until(step, *ours)
+    assert "outer parameters of fragment 0" in sentences[0]
+    until(lambda: min(replica.rounds[0] for replica in ours) > last_round + 1, *ours)
+    for replica in ours:
+        replica.finish()
