@@ -78,10 +78,7 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     size = sum(memoryview(chunk).nbytes for chunk in chunks) if isinstance(chunks, Sequence) else None
     with writing(path, size):
         try:
-            with partial.open("wb") as file:
-                file.writelines(chunks)
-                file.flush()
-                os.fsync(file.fileno())
+            _write_durably(partial, chunks)
             partial.replace(target)
         except BaseException:
             with suppress(OSError):
@@ -89,6 +86,44 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
             raise
         # Otherwise a power failure could undo the rename, though not the writes before it.
         sync(target.parent)
+
+
+def create(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Create a file, and the directories that it is in: it is whole and on disk before its name shows.
+
+    Raises:
+        FileExistsError: if its name is taken.
+        OSError: if it can't be written; nothing is left of it.
+    """
+    _make_durably(path.parent)
+    partial = path.with_name(f"{path.name}#{secrets.randbelow(1 << 60)}")  # a name that no list of a store shows
+    try:
+        _write_durably(partial, chunks)
+        os.link(partial, path)
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def _write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write a file that is not there, and wait until it is on disk."""
+    with path.open("xb") as file:
+        file.writelines(chunks)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _make_durably(directory: Path) -> None:
+    """Make a directory, and those that it is in, unless it is there, and wait until their names are on disk."""
+    if directory.is_dir():
+        return
+    _make_durably(directory.parent)
+    try:
+        directory.mkdir(exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory)) from None
+    sync(directory.parent)
 
 
 def write_json(path: Path, value: Any) -> None:

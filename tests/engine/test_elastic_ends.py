@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import obstore
 import pytest
 import torch
 from obstore.exceptions import GenericError
@@ -224,18 +223,18 @@ def cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     async def lost(*arguments: object, **options: object) -> None:
         raise GenericError("Generic S3 error: HTTP error: error sending request")
 
-    for name in ("get_async", "put_async"):
-        monkeypatch.setattr(obstore, name, lost)
+    for name in ("_open", "_put"):
+        monkeypatch.setattr(Store, name, lost)
 
 
 def test_after_so_many_steps_without_the_store_a_replica_stops(tmp_path, monkeypatch) -> None:
     ours = Replica(str(tmp_path), name="ours", max_local_steps=40)
     until(lambda: min(counted(ours)) >= 0, ours)
     cut_off(monkeypatch)
-    until(lambda: ours.exchange.store.outage_seconds > 0, ours)
+    until(lambda: ours.exchange.store.outage is not None, ours)
     steps, theta = ours.engine.num_steps, ours.theta()
     with pytest.raises(
-        DilocoError, match=r"not be reached or written to for \d+ s and 41 inner steps, more than max_local_st"
+        DilocoError, match=r"error sending request, for \d+ s and 41 inner steps, more than max_local_steps=40: "
     ):
         until(lambda: False, ours)
     assert 40 <= ours.engine.num_steps - steps <= 43

@@ -197,8 +197,14 @@ class Handwritten:
         """Two replicas; a third joins in the middle, and its payloads come a round late."""
         self.join("a")
         self.join("b")
+        self.train_on(rounds, snapshots_after=snapshots_after, index_after=index_after)
+
+    def train_on(
+        self, rounds: int, *, snapshots_after: Sequence[int] = (), index_after: int | None = None
+    ) -> None:
+        """The rounds up to a number, after those that were taken."""
         late: dict[int, tuple[Contribution, Tensor]] = {}
-        for number in range(1, rounds + 1):
+        for number in range(self.state.fragments[0].round + 1, rounds + 1):
             for p in range(len(self.outer)):
                 sent = [self.send(p, 0), self.send(p, 1, tokens=150)]
                 if p in late:

@@ -54,6 +54,6 @@ def test_a_replica_does_not_go_on_alone_in_a_directory_that_was_unmounted(tmp_pa
         replica.step(pause_seconds=0.004)
     url.rename(tmp_path / "mounted")
     url.mkdir(exist_ok=True)
-    with pytest.raises(diloco.ExchangeError, match=r"the run is not in .* emptied, or unmounted"):
+    with pytest.raises(diloco.ExchangeError, match=r"entry \d+ of the log is not in .* emptied, or unmounted"):
         until(lambda: False, replica)
     assert len(list(url.glob("log/*"))) < 2, "a write that the unmount has overtaken, at the most"

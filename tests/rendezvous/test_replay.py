@@ -221,6 +221,39 @@ def test_a_run_that_was_tampered_with_is_refused(tamper, sentence, tmp_path) -> 
         replayed(str(run.directory), initial=lambda facts: run.initial)
 
 
+@pytest.mark.parametrize(("with_initial", "retires"), [(True, False), (False, False), (False, True)])
+def test_a_snapshot_that_was_not_retired_is_checked_however_old(with_initial, retires, tmp_path) -> None:
+    """Repeated outer steps check all of it; without them, the digest of Θ in the log."""
+    run = Handwritten(tmp_path / "run")
+    run.train(1)
+    wrong = run.snapshot(0, wrong=True)
+    run.train_on(8, snapshots_after=(3, 5, 7))
+    if retires:
+        run.retire()
+    sentence = f"the snapshot of entry {wrong} of the log"
+    with pytest.raises(FileError, match=sentence):
+        replayed(str(run.directory), initial=lambda facts: run.initial if with_initial else None)
+    for path in run.path("snapshots/0").glob("1-*"):
+        path.unlink()
+    replay = replayed(str(run.directory), initial=lambda facts: run.initial if with_initial else None)
+    unchecked = [note for note in replay.notes if "snapshots/" in note]
+    assert replay.checked.snapshots == 6 and len(unchecked) == (not with_initial)
+    assert with_initial or unchecked[0].count("snapshots/") == 2, "those after round 3, of which Θ alone is known"
+
+
+def test_what_diloco_has_not_written_is_named_as_foreign(tmp_path) -> None:
+    run = Handwritten(tmp_path / "run")
+    run.train(3, snapshots_after=(2,))
+    for name in ("log/zzz", "log/abc.tmp", f"snapshots/0/2-{'0' * 64}"):
+        run.path(name).write_bytes(b"foreign")
+    replay = replayed(str(run.directory), initial=lambda facts: run.initial)
+    check(replay, run)
+    assert list(replay.notes) == [
+        "log/abc.tmp, log/zzz: diloco has not written them, and nobody reads them",
+        f"no entry names snapshots/0/2-{'0' * 64}",
+    ]
+
+
 def test_a_rule_that_is_not_diloco_s_own_is_not_repeated(tmp_path) -> None:
     other = Handwritten(tmp_path / "other", facts={"outer rule": "Mine"})
     other.train(1)

@@ -540,7 +540,15 @@ class ElasticMembership(Membership):
             UserError: if it is another's, or this engine has trained: what it has sent may be counted.
         """
         refuse_if_sent(self.next_seq)
-        return accepted_of(self.replica, self.joined.run, state), ()
+        accepted = accepted_of(self.replica, self.joined.run, state)
+        for p, last_round in enumerate(accepted["rounds"]):
+            if last_round > self.rounds[p]:
+                raise UserError(
+                    f"the state knows round {last_round} of fragment {p}, and the run's log ends at round "
+                    f"{self.rounds[p]}: an older copy of the store was put back; put the newer one back, or start "
+                    "this replica without the state"
+                )
+        return accepted, ()
 
     def load(self, accepted: Mapping[str, Any]) -> None:
         """Go on where a replica was: θ ← θ + Θ_now − Θ_then, or Θ_now where the run has counted work since then.

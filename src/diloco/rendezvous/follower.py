@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from diloco.errors import DilocoError, ExchangeError
@@ -30,6 +31,8 @@ from diloco.rendezvous.objects import Objects
 from diloco.rendezvous.payloads import Access, Averager, Inbox, Outbox
 from diloco.rendezvous.store import Store
 
+_POLLS_PER_LOOK = 60
+"""Polls between two looks at the newest entry that is known: in a bucket, two requests per minute."""
 _AHEAD = 4
 """Outer entries whose content is downloaded at once."""
 ContentOf = Callable[[OuterRef], Coroutine[Any, Any, Content | None]]
@@ -258,7 +261,8 @@ class Follower:
 
     def taken(self) -> list[Decision]:
         """The decisions since the last call, in the log's order; called by the training thread."""
-        return [self.decisions.popleft() for _ in range(len(self.decisions))]
+        taken = [self.decisions.popleft() for _ in range(len(self.decisions))]
+        return [replace(decision, own_seq=self.outbox.offer_of(decision.own_seq)) for decision in taken]
 
     async def run(self, replay: Sequence[OuterRef]) -> None:
         """Follow the log until `failure` or cancellation, beginning with outer entries that were read already."""
@@ -311,11 +315,16 @@ class Follower:
     async def _drive(self) -> None:
         """Read the log, write to it, and wait for something to change."""
         self._watch_members()
+        last_look = time.monotonic()
         while True:
             self._changed.clear()
             async for number, entry in self._log.read(at_once=1):
+                self.state.check_goes_on(self._own, entry)
                 self._heed(number, entry)
             self._num_reads += 1
+            if time.monotonic() > last_look + _POLLS_PER_LOOK * self._pace.poll_seconds:
+                await self._log.check_there()
+                last_look = time.monotonic()
             if await self._write():
                 continue
             try:
@@ -334,7 +343,6 @@ class Follower:
 
     def _heed(self, number: int, entry: Entry) -> None:
         """Act on an entry that is in the log now."""
-        self.state.check_goes_on(self._own, entry)
         if isinstance(entry.body, Outer):
             self.delivery.put(entry.author, OuterRef(number=number, body=entry.body))
             self.outbox.counted(entry.body)
@@ -370,6 +378,8 @@ class Follower:
                 raise
             self._to_append.popleft()  # a snapshot that a newer one has made needless
             return False
+        if not is_own:
+            self.state.check_goes_on(self._own, entry)
         self._heed(number, entry)
         if queued is not None and is_own:
             self._to_append.popleft()

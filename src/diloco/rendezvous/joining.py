@@ -47,7 +47,7 @@ async def join(store: Store, signer: Signer, wish: Wish) -> tuple[Log, int]:
 
     Raises:
         DisagreementError: if the run has other settings.
-        LogError: if the run refuses the replica, or its log is damaged.
+        LogError: if the run refuses the replica, or its log is damaged or has a hole.
         StoreError: if the store can't be used.
     """
     patience = wish.timeout_seconds
@@ -56,6 +56,7 @@ async def join(store: Store, signer: Signer, wish: Wish) -> tuple[Log, int]:
     log = Log(store, await newest_state(store, first), signer, patience_seconds=patience)
     _compare(create, wish)
     await log.read_all(at_once=1)
+    await log.check_no_gap()  # which a join would fill
     return log, await _number_of_joined(log, signer, wish, store.url)
 
 

@@ -291,7 +291,9 @@ class _StoreSeat:
         self._store, self._background = store, background
         self._timeout_seconds, self._max_local_steps = timeout_seconds, max_local_steps
         self._aborted: str | None = None
-        self._step_of_contact = 0
+        self._outage_since: float | None = None
+        self._step_of_outage = 0
+        """The first step at which it was seen."""
         self._begin: tuple[float, int] | None = None  # time and inner steps at the first call of `step`
         self._has_drained = self._is_closing = False
 
@@ -338,13 +340,14 @@ class _StoreSeat:
 
     def _check_contact(self, step: int) -> None:
         """Stop after too many inner steps without the store."""
-        if (outage_seconds := self._store.outage_seconds) == 0:
-            self._step_of_contact = step
-        elif step - self._step_of_contact > self._max_local_steps:
+        outage = self._store.outage
+        if outage is None or outage.since != self._outage_since:
+            self._outage_since, self._step_of_outage = None if outage is None else outage.since, step
+        elif (num_steps := step - self._step_of_outage) > self._max_local_steps:
             self._aborted = (
-                f"{self._store.url} could not be reached or written to for {outage_seconds:.0f} s and "
-                f"{step - self._step_of_contact} inner steps, more than max_local_steps={self._max_local_steps}: "
-                "check the network, and start this replica again from its checkpoint"
+                f"{outage.trouble}, for {outage.seconds:.0f} s and {num_steps} inner steps, more than "
+                f"max_local_steps={self._max_local_steps}: check the network and the store, and start this "
+                "replica again from its checkpoint"
             )
 
     def _waited_for(self, fragment: int) -> list[Decision]:

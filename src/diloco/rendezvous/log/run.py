@@ -341,12 +341,19 @@ class RunState:
         return self.members[entry.author].key
 
     def check_goes_on(self, own: int, entry: Entry) -> None:
-        """Check that a replica is still in the run after an entry, which was written after its join.
+        """Check that a replica is still in the run after an entry, which it has not written, after its join.
 
         Raises:
             FencedError: if the entry ends it: another has its name or its slot, or its key was revoked.
+            LogError: if somebody else has written in its name.
         """
         body, member = entry.body, self.members[own]
+        if entry.author == own:
+            does = f"lets {member.name} leave" if isinstance(body, Leave) else f"is {entry.kind} by {member.name}"
+            raise LogError(
+                f"entry {self.number - 1} of the log {does}, and {member.name} did not write it: somebody else "
+                "writes to the store; create the run with keys (see diloco keys)"
+            )
         if isinstance(body, Keys) and member.key in body.revoked:
             raise FencedError(f"the key of {member.name} was revoked by the run's creator: this replica ends")
         if isinstance(body, Join) and body.name == member.name:
