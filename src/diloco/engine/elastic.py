@@ -361,8 +361,8 @@ class ElasticMembership(Membership):
         for pair in self._equal.look(p, payloads, self.replica.reduction, form.sizes[p], key, decision.cohort):
             if own in pair:
                 raise UserError(
-                    f"replicas {pair[0]} and {pair[1]} made the same outer gradients of all fragments, to the last "
-                    "bit: they train on the same data; let each read from its own rendezvous.slot and "
+                    f"replicas {pair[0]} and {pair[1]} made the same outer gradients of all fragments, to the "
+                    "last bit: they train on the same data; let each read from its own rendezvous.slot and "
                     "rendezvous.start, and let nothing average gradients across replicas"
                 )
 
