@@ -512,7 +512,7 @@ class StreamingDiLoCo:
         if self._stands_in:
             raise UserError(
                 f"engine.{method}() inside outer_parameters_applied(), where the model has Θ in the place of "
-                "its own parameters: call it after the context, which is for evaluating, and for saving a model to ship"
+                "its own parameters: call it after the context, which is for evaluating and for saving a model"
             )
 
     def _check_sound(self) -> None:
