@@ -25,6 +25,7 @@ from diloco.training.config.config import TrainConfig
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolved
 from diloco.training.prepare import prepare_run
+from diloco.training.records.summary import open_held_out
 
 SETTINGS = (
     Setting(name="fixed", text="fixed members (control)"),
@@ -65,7 +66,7 @@ def main() -> None:
     set_up_process()
     base = resolved(prepare_run(asked(arguments)))
     assert base.data.prepared is not None, "the config is resolved"
-    corpus, held_out = (open_split(base.data.prepared, split) for split in ("train", "held_out"))
+    corpus, held_out = open_split(base.data.prepared, "train"), open_held_out(base)
     path = arguments.output / "elastic_loss.csv"
     for seed in arguments.seeds:
         for setting in SETTINGS:

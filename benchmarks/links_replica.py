@@ -30,7 +30,7 @@ from diloco.training.config.config import TrainConfig, from_json
 from diloco.training.loop import open_batches
 from diloco.training.measure import measure_link
 from diloco.training.optimizer import learning_rate
-from diloco.training.records.summary import evaluate
+from diloco.training.records.summary import evaluate, open_held_out
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import gradients, inner_step
 from diloco.training.world import World, join
@@ -94,7 +94,8 @@ def all_reduce_beside_training(config: TrainConfig, world: World, wire: str, num
 
     def train_step(step: int) -> float:
         start = time.perf_counter()
-        inner_step(state, batches.batch(step), config, world, learning_rate(config, step))
+        rate = learning_rate(config.optimizer, step, num_steps=config.num_steps)
+        inner_step(state, batches.batch(step), world, rate)
         return time.perf_counter() - start
 
     barrier(world.exchange)
@@ -122,13 +123,14 @@ def train(config: TrainConfig, world: World, question: Question) -> Answer:
     state = _begin(question, config, world)
     batches = open_batches(config, world, open_split(config.data.prepared, "train"))
     for _ in range(2):  # the first passes allocate, and DDP builds its buckets
-        gradients(state, batches.batch(1), config, world)
+        gradients(state, batches.batch(1), world)
         state.optimizer.zero_grad()
     ends, after_seconds, num_outer_steps = [], [], 0
     barrier(world.exchange)
     sent, start = _bytes_on_interface(), time.perf_counter()
     for step in range(1, question["num_steps"] + 1):
-        inner_step(state, batches.batch(step), config, world, learning_rate(config, step))
+        rate = learning_rate(config.optimizer, step, num_steps=config.num_steps)
+        inner_step(state, batches.batch(step), world, rate)
         state.step = step
         num_outer_steps += len(state.sync.step())
         ends.append(time.perf_counter() - start)
@@ -144,8 +146,7 @@ def train(config: TrainConfig, world: World, question: Question) -> Answer:
         "outer_hash": state.sync.outer_hash(),
     }
     if question.get("evaluate"):
-        held_out = open_split(config.data.prepared, "held_out")
-        answer["eval_loss"] = evaluate(state, config, world, held_out, together=True).loss
+        answer["eval_loss"] = evaluate(state, world, open_held_out(config), together=True).loss
     if isinstance(state.sync, Alone):
         state.sync.close()
     return answer

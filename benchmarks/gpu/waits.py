@@ -93,15 +93,15 @@ def _config(place: Place, *, compiled: bool) -> TrainConfig:
 def _steps(place: Place, *, compiled: bool = False) -> Iterator[Callable[[], None]]:
     """Steps of the trainer's loop: each is begun before the one before it ends."""
     config = _config(place, compiled=compiled)
-    world = replace(alone(config), device=place.device)
+    world = alone(config.precision, place.device)
     state = initial_state(config, world)
     shape = config.process_batch, config.sequence_length + 1
     batch = np.random.default_rng(0).integers(0, config.model.vocab_size, shape)
-    begun = [begin_step(state, batch, config, world)]
+    begun = [begin_step(state, batch, world, rate=config.optimizer.learning_rate)]
 
     def step() -> None:
-        begun.append(begin_step(state, batch, config, world))
-        end_step(begun.pop(0), state, config, world, since=0.0)
+        begun.append(begin_step(state, batch, world, rate=config.optimizer.learning_rate))
+        end_step(begun.pop(0), state, world, since=0.0)
 
     while not state.is_over:
         yield step

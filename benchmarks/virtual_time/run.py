@@ -15,7 +15,7 @@ from diloco.schedule import Schedule
 from diloco.training.config.config import TrainConfig
 from diloco.training.loop import open_batches
 from diloco.training.optimizer import learning_rate
-from diloco.training.records.summary import evaluate
+from diloco.training.records.summary import HeldOut, evaluate
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import inner_step
 from diloco.training.world import World, alone
@@ -93,9 +93,9 @@ class Replica:
         """An inner step, as the trainer takes it."""
         state = self.state
         tokens = state.progress.after(state.step).next_tokens  # others have taken steps since
-        rate = learning_rate(config, tokens / config.tokens_per_step)
+        rate = learning_rate(config.optimizer, tokens / config.tokens_per_step, num_steps=config.num_steps)
         batch = self.batches.batch(state.step + 1)
-        inner_step(state, batch, config, self.world, rate)
+        inner_step(state, batch, self.world, rate)
         state.sync.step(tokens=len(batch) * config.sequence_length)
         state.step += 1
 
@@ -126,7 +126,7 @@ class Run:
         """A new replica with the name, and so the slot, of the m-th."""
         seat = Seat(self.log, name=f"replica-{m}")
         # The seat does what training asks of a StoreRendezvous.
-        world = replace(alone(self.config), rendezvous=seat)
+        world = replace(alone(self.config.precision), rendezvous=seat)
         state = initial_state(self.config, world)
         return Replica(seat, state, world, open_batches(self.config, world, self.corpus))
 
@@ -182,10 +182,10 @@ class Run:
         if self.setting.keeps_moments:
             self.replicas[m].state.optimizer.load_state_dict(before.state.optimizer.state_dict())
 
-    def row(self, held_out: TokenShards) -> Row:
+    def row(self, held_out: HeldOut) -> Row:
         """The measurements."""
         first, entries = self.replicas[0], self.log.entries
-        measured = evaluate(first.state, self.config, first.world, held_out, together=False)
+        measured = evaluate(first.state, first.world, held_out, together=False)
         parts = [(body, c) for body in entries for c in body.contributions]
         num_fragments = self.log.rules.num_fragments
         return Row(

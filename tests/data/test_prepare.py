@@ -72,6 +72,26 @@ def test_shards_reproduce_the_documents_of_each_split(source, tmp_path, shard_to
         assert len(shards) == len(expected[split]) if shard_tokens == 1 else len(shards) < len(expected[split])
 
 
+def test_what_is_left_out_of_a_directory_is_named_once(tmp_path, caplog):
+    (tmp_path / "texts").mkdir()
+    texts = [f"text {number}" for number in range(70)]
+    write_rows(tmp_path / "texts" / "A.JSONL", [*texts, None, None])
+    for name in ("b.json", "c.tsv", ".hidden"):
+        (tmp_path / "texts" / name).write_text("[]")
+    config = DataConfig(train=(str(tmp_path / "texts"),), held_out_fraction=0.2, skip_null=True)
+    directory = prepare(config, tmp_path / "out")
+    assert sorted(text for split in SPLITS for text in texts_of(directory, split)) == sorted(texts)
+    assert caplog.messages == [
+        f"2 of the files in {tmp_path}/texts are left out, since they have none of the suffixes .txt, .txt.gz, "
+        ".txt.zst, .jsonl, .jsonl.gz, .jsonl.zst, .csv, .csv.gz, .csv.zst, .parquet: b.json, c.tsv",
+        "2 rows whose text is null are left out of A.JSONL",
+    ]
+    prepare(config, tmp_path / "out")
+    assert len(caplog.messages) == 2
+    with pytest.raises(UserError, match=r"data\.skip_null=True, not data\.skip_null=False"):
+        prepare(replace(config, skip_null=False), tmp_path / "out")
+
+
 def test_the_index_says_what_was_made(source, tmp_path):
     directory = prepare(DataConfig(train=(source,), held_out_fraction=0.2), tmp_path / "out", shard_tokens=500)
     index = read_index(directory)

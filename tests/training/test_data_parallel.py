@@ -1,13 +1,12 @@
 """The baseline on real processes: replicas of one process, and sharded ones."""
 
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from tests.processes import run_replicas
+from tests.training.cases import world_on_cpu
 
 from diloco.engine.parameters import gathered
 from diloco.models.decoder_config import DecoderConfig
@@ -19,7 +18,7 @@ from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import inner_step
-from diloco.training.world import World, alone, world_of
+from diloco.training.world import World, alone
 
 SAVED, LAST = 2, 4
 
@@ -43,7 +42,7 @@ def advance(state: TrainState, config: TrainConfig, world: World, last: int) -> 
     for step in range(state.step + 1, last + 1):
         tokens = np.random.default_rng(step).integers(0, 257, (config.global_batch, config.sequence_length + 1))
         share = np.split(np.sort(tokens), config.num_processes)[world.everyone.replica]
-        losses.append(inner_step(state, share, config, world, 1e-3))
+        losses.append(inner_step(state, share, world, 1e-3))
         assert state.sync.step() == ()
         state.step = step
     return losses
@@ -52,7 +51,7 @@ def advance(state: TrainState, config: TrainConfig, world: World, last: int) -> 
 def train_and_resume(num_replicas: int, num_shards: int, folder: Path) -> tuple:
     """Losses, parameters, outer hash and counters of a process, and whether a resumed one has the same."""
     config = config_of(num_replicas, num_shards)
-    world = world_of(config, torch.device("cpu"), timedelta(seconds=20), is_first_on_machine=False)
+    world = world_on_cpu(config)
     state = initial_state(config, world)
     checkpoints = Checkpoints(folder, world.replica, world.host_group, keep=1)
     losses = advance(state, config, world, SAVED)
@@ -85,13 +84,13 @@ def test_replicas_are_one_with_the_whole_batch_and_resume_bit_for_bit(tmp_path, 
     """By DistributedDataParallel, by FSDP2, and by both: losses, gradients and parameters of one process."""
     processes = run_replicas(train_and_resume, num_replicas * num_shards, num_replicas, num_shards, tmp_path)
     config = config_of(1)
-    world = alone(config)
+    world = alone(config.precision)
     state = initial_state(config, world)
     assert state.forward is state.model, "a replica alone has nobody to average with"
     whole = []
     for step in range(1, LAST + 1):
         tokens = np.random.default_rng(step).integers(0, 257, (config.global_batch, config.sequence_length + 1))
-        whole.append(inner_step(state, np.sort(tokens), config, world, 1e-3))
+        whole.append(inner_step(state, np.sort(tokens), world, 1e-3))
     assert np.mean([losses for losses, *_ in processes], axis=0) == pytest.approx(np.array(whole), rel=1e-5)
     num_params = sum(parameter.numel() for parameter in state.model.parameters())
     for _, parameters, outer_hash, counters, resumed_alike in processes:

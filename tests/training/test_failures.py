@@ -26,13 +26,13 @@ def too_much_for_a_gpu() -> None:
 def test_a_lack_of_memory_names_the_settings_that_take_it(allocate):
     config = resolve(replace(tiny(), num_replicas=1, name="r"), vocab_size=257, prepared=Path())
     expected = r"not enough memory on its cpu: .*micro_batch \(now 8\).*resume runs/r \(.*allocate.*\)$"
-    with pytest.raises(TrainingError, match=expected), lack_of_memory_explained(config, alone(config)):
+    with pytest.raises(TrainingError, match=expected), lack_of_memory_explained(config, alone(config.precision)):
         allocate()
 
 
 def test_other_errors_pass():
     config = resolve(replace(tiny(), num_replicas=1), vocab_size=257, prepared=Path())
-    with pytest.raises(RuntimeError, match=r"^shapes"), lack_of_memory_explained(config, alone(config)):
+    with pytest.raises(RuntimeError, match=r"^shapes"), lack_of_memory_explained(config, alone(config.precision)):
         raise RuntimeError("shapes differ")
 
 

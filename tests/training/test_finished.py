@@ -15,7 +15,7 @@ from diloco.training.records.checkpoints import finished_steps
 from diloco.training.records.export import export_run
 from diloco.training.records.finished import evaluate_run, load_writer, run_parameters
 from diloco.training.records.runs import read_config
-from diloco.training.records.summary import held_out_windows
+from diloco.training.records.summary import open_held_out
 
 WHICH = ("outer", "replica", "average")
 
@@ -45,7 +45,7 @@ def test_losses_are_those_of_the_parameters_that_are_named(finished_run):
     means = set()
     for which, model in models.items():
         losses = []
-        for window in held_out_windows(split, config):
+        for window in open_held_out(config).windows:
             tokens = torch.from_numpy(split.window(window, config.sequence_length))[None]
             with torch.no_grad():
                 losses.append(model.loss(model(tokens[:, :-1]), tokens[:, 1:])[0].item())

@@ -21,6 +21,7 @@ import torch.distributed.run as launcher
 from tests.ports import free_port
 from tests.processes import Program, run_main
 from tests.sockets import family_of, listening
+from tests.training.cases import rate
 from tests.training.runs import (
     BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT,
     TIMEOUT_SECONDS,
@@ -234,9 +235,9 @@ def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch, steps_ahead
     steps: list[int] = []
     ended_before: dict[int, int] = {}
 
-    def begin(state: TrainState, *arguments: Any) -> BegunStep:
+    def begin(state: TrainState, *arguments: Any, **values: Any) -> BegunStep:
         ended_before[state.step + 1] = len(steps) - 1
-        return begin_step(state, *arguments)
+        return begin_step(state, *arguments, **values)
 
     def on_step(metrics: StepMetrics) -> None:
         steps.append(metrics.step)
@@ -255,6 +256,7 @@ def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch, steps_ahead
     written = lines(folder / "runs" / f"alone-{steps_ahead}", 0)
     assert sum(line["step_seconds"] for line in written) == pytest.approx(outcome.summary["wall_seconds"])
     for line in written:
+        assert line["learning_rate"] == rate(config, line["step"])
         assert curves[line["step"]]["tokens_per_second"] == pytest.approx(8 * 64 / line["step_seconds"])
 
 

@@ -1,14 +1,13 @@
 """The mean loss of all replicas, in a run and after a resume."""
 
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from tests.engine.cases import exchange
 from tests.processes import run_replicas
+from tests.training.cases import begin, world_on_cpu
 
 from diloco.training.config.config import DilocoConfig, TrainConfig
 from diloco.training.config.recipes import tiny
@@ -16,8 +15,8 @@ from diloco.training.config.resolve import resolve
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.records.metrics import MeanLoss
 from diloco.training.state import TrainState, initial_state
-from diloco.training.step import begin_step, end_step
-from diloco.training.world import World, world_of
+from diloco.training.step import end_step
+from diloco.training.world import World
 
 LAST = 16
 SAVED = (4, 7, 9, 14)
@@ -42,12 +41,12 @@ def test_replicas_average_their_losses_since_the_last_sync():
         assert result == [None, pytest.approx(first), pytest.approx(second), None]
 
 
-def begin() -> tuple[TrainConfig, World, TrainState]:
+def fresh() -> tuple[TrainConfig, World, TrainState]:
     """Replicas that merge 1 and 4 steps after a send: after steps 5, 6, 8, 10, 11, 13 and 15."""
     diloco = DilocoConfig(sync_every=5, layers_per_fragment=2, overlap_steps=(1, 4))
     config = replace(tiny(), diloco=diloco, num_tokens=LAST * 8 * 64, precision="fp32")
     config = resolve(config, vocab_size=257, prepared=Path())
-    world = world_of(config, torch.device("cpu"), timedelta(seconds=20), is_first_on_machine=False)
+    world = world_on_cpu(config)
     return config, world, initial_state(config, world)
 
 
@@ -57,7 +56,7 @@ def advance(config: TrainConfig, world: World, state: TrainState, *saved: Checkp
     while not state.is_over:
         generator = np.random.default_rng((state.step, world.replica))
         tokens = np.sort(generator.integers(0, 257, (config.process_batch, config.sequence_length + 1)))
-        metrics = asdict(end_step(begin_step(state, tokens, config, world), state, config, world, since=0.0))
+        metrics = asdict(end_step(begin(state, tokens, config, world), state, world, since=0.0))
         measured.append({name: metrics[name] for name in ("step", "loss", "mean_loss", "bytes_sent")})
         for checkpoints in saved if state.step in SAVED else ():
             state.save(checkpoints)
@@ -66,12 +65,12 @@ def advance(config: TrainConfig, world: World, state: TrainState, *saved: Checkp
 
 def undisturbed_and_resumed(folder: Path) -> list[tuple[list[dict], str]]:
     """The metrics and the outer hash of a run, and of its resumes."""
-    config, world, state = begin()
+    config, world, state = fresh()
     checkpoints = Checkpoints(folder, world.replica, world.host_group, keep=len(SAVED))
     runs = [(advance(config, world, state, checkpoints), state.sync.outer_hash())]
     checkpoints.wait()
     for step in SAVED:
-        config, world, state = begin()
+        config, world, state = fresh()
         state.load(checkpoints, step)
         runs.append((advance(config, world, state), state.sync.outer_hash()))
     return runs

@@ -7,13 +7,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tests.training.cases import rate
 from tests.training.runs import lines, run, summary
 
 from diloco.errors import UserError
 from diloco.training.config.config import with_value
 from diloco.training.config.recipes import tiny
 from diloco.training.config.resolve import resolve
-from diloco.training.optimizer import learning_rate
 from diloco.training.records.runs import schedule_changes, with_phase
 
 
@@ -36,8 +36,8 @@ def test_an_extended_run_warms_up_from_where_it_was_and_ends_at_five_percent():
     saved = resolved()
     config = continued(saved, asked(saved, num_tokens=3 * saved.num_tokens), 60)
     peak = config.optimizer.learning_rate
-    rates = [learning_rate(config, step) for step in range(60, 181)]
-    assert rates[0] == learning_rate(saved, 60) == pytest.approx(0.05 * peak)
+    rates = [rate(config, step) for step in range(60, 181)]
+    assert rates[0] == rate(saved, 60) == pytest.approx(0.05 * peak)
     assert rates[:13] == pytest.approx([peak * (0.05 + 0.95 * step / 12) for step in range(13)])
     assert rates[12 + 54] == pytest.approx(peak * (0.05 + 0.95 / 2))
     assert all(a > b for a, b in pairwise(rates[12:])) and rates[-1] == pytest.approx(0.05 * peak)
@@ -46,7 +46,7 @@ def test_an_extended_run_warms_up_from_where_it_was_and_ends_at_five_percent():
 def test_wsd_before_its_decay_stays_at_the_peak_until_the_new_one():
     saved = resolved(schedule="wsd", decay_fraction=0.25)
     config = continued(saved, asked(saved, num_tokens=2 * saved.num_tokens), 40)
-    rates = [learning_rate(config, step) for step in range(40, 121)]
+    rates = [rate(config, step) for step in range(40, 121)]
     assert set(rates[:61]) == {config.optimizer.learning_rate}, "the last quarter of 80 steps decays"
     assert all(a > b for a, b in pairwise(rates[60:]))
 
@@ -55,8 +55,8 @@ def test_a_second_phase_begins_where_the_first_is():
     saved = resolved()
     first = continued(saved, asked(saved, num_tokens=2 * saved.num_tokens), 60)
     second = continued(first, with_value(asked(first), "optimizer.learning_rate", 1e-3), 80)
-    assert learning_rate(second, 80) == learning_rate(first, 80)
-    assert max(learning_rate(second, step) for step in range(84, 121)) == 1e-3
+    assert rate(second, 80) == rate(first, 80)
+    assert max(rate(second, step) for step in range(84, 121)) == 1e-3
     assert schedule_changes(first, second)["optimizer.learning_rate"] == (4e-3, 1e-3)
     assert not schedule_changes(first, with_value(first, "timeout_seconds", 5.0))
 
@@ -72,7 +72,7 @@ def test_a_run_from_its_first_step_has_the_schedule_of_its_new_length():
     saved = resolved()
     config = continued(saved, asked(saved, num_tokens=2 * saved.num_tokens), 0)
     expected = resolve(replace(tiny(), num_tokens=2 * saved.num_tokens), vocab_size=257, prepared=Path())
-    assert [learning_rate(config, t) for t in range(121)] == [learning_rate(expected, t) for t in range(121)]
+    assert [rate(config, t) for t in range(121)] == [rate(expected, t) for t in range(121)]
 
 
 @pytest.mark.parametrize(("num_steps", "step"), [(60, 60), (40, 60)])

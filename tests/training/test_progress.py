@@ -1,14 +1,12 @@
 """The progress of a run, asked once a step: each answer may be a wait of all processes of a replica."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
+from tests.training.cases import begin
 from tests.training.test_step import batch_of, config_of
 
 from diloco.schedule import Schedule
-from diloco.training.optimizer import learning_rate
 from diloco.training.state import ElasticProgress, FixedProgress, Standing, initial_state
-from diloco.training.step import begin_step
 from diloco.training.world import alone
 
 
@@ -22,21 +20,20 @@ class Counting(FixedProgress):
         return super().after(step)
 
 
-def test_a_step_asks_once_and_its_rate_is_that_of_its_own_tokens():
+def test_a_step_asks_once():
     config = config_of()
-    world = alone(config)
+    world = alone(config.precision)
     state = initial_state(config, world)
     state.progress = progress = Counting(config.num_steps, config.tokens_per_step)
     for step in (1, 2, 3):
-        begun = begin_step(state, batch_of(config, step), config, world)
-        assert begun.learning_rate == learning_rate(config, step)
+        begun = begin(state, batch_of(config, step), config, world)
         assert begun.tokens == step * config.tokens_per_step
     assert progress.asked == [1, 2, 3]
 
 
 def elastic_progress(num_others: int, budget: int) -> tuple[ElasticProgress, SimpleNamespace, list[int]]:
     """Progress of one of several replicas with 3 fragments; the engine that it looks at; its questions."""
-    config = replace(config_of(), num_tokens=budget * config_of().tokens_per_step)
+    own_tokens = config_of().tokens_per_step
     settings = SimpleNamespace(
         fragments=(None,) * 3, schedule=Schedule(num_fragments=3, sync_every=6, overlap_steps=1)
     )
@@ -52,7 +49,7 @@ def elastic_progress(num_others: int, budget: int) -> tuple[ElasticProgress, Sim
         return numbers
 
     world = SimpleNamespace(rendezvous=rendezvous, of_first=of_first)
-    return ElasticProgress(config, engine, world), engine, questions
+    return ElasticProgress(engine, world, num_tokens=budget * own_tokens, own_tokens=own_tokens), engine, questions
 
 
 def test_replicas_that_come_and_go_know_tokens_rate_and_end_of_one_question():

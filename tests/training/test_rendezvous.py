@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 from tests.processes import run_replicas
+from tests.training.cases import rate
 from tests.training.runs import TIMEOUT_SECONDS, lines, run, started, summary
 
-from diloco.errors import DisagreementError, UserError
+from diloco.errors import DisagreementError, ExchangeError, UserError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
+from diloco.rendezvous.follower import Follower
 from diloco.rendezvous.log.entries import Join, Leave
 from diloco.rendezvous.log.log import ENTRY, Log, first_entry
 from diloco.rendezvous.log.run import RunState
@@ -30,7 +32,6 @@ from diloco.training.config.config import (
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolved
 from diloco.training.loop import train
-from diloco.training.optimizer import learning_rate
 from diloco.training.prepare import prepare_run
 from diloco.training.processes import STORE
 from diloco.training.records.finished import run_parameters
@@ -215,10 +216,48 @@ def test_a_joiner_with_other_text_is_refused(eventful, tmp_path, small_corpus):
 def test_a_joiner_of_a_run_that_is_over_is_told_so(eventful):
     with pytest.raises(
         UserError,
-        match=r"^the run refuses this replica: .* a run that has ended: create another in another place$",
+        match=r"^the run refuses this replica: .* run that has ended: diloco export .* create another in another",
     ):
         train(of(eventful, "late"))
     assert len(bodies(eventful.rendezvous, Join)) == 4
+
+
+def train_at_own_pace(config: TrainConfig) -> None:
+    """One of three replicas: a larger batch takes longer, by far."""
+    rank = int(os.environ["DILOCO_REPLICA"])
+    batch = (2, 3, 5)[rank]
+    mine = of(config, "abc"[rank], replica_batch=batch)
+    train(mine, on_step=lambda _: time.sleep(0.01 * rank))
+
+
+def test_replicas_of_other_paces_end_with_the_last_entry_of_the_log(config, tmp_path):
+    batches = {"num_replicas": 3, "replica_batch": 1, "micro_batch": 1, "global_batch": 10}
+    run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), num_tokens=40 * 10 * 32, **batches)
+    run_replicas(train_at_own_pace, 3, run, joined=False)
+    replay = replayed(run.rendezvous, initial=initial_parameters)
+    expected, last = parameters_hash(replay.parameters()), replay.state.number - 1
+    totals = [summary(tmp_path / name) for name in "abc"]
+    assert [total["outer_hash"] for total in totals] == [expected] * 3
+    assert len({total["eval_loss"] for total in totals}) == 1
+    for name in "abc":
+        model, _ = run_parameters(tmp_path / name, "outer")
+        assert parameters_hash(dict(model.named_parameters())) == expected
+    assert [(total["entry"], total["closed"]) for total in totals] == [(last, True)] * 3
+    assert replay.checked.closed_by == last
+
+
+def test_a_run_that_nobody_closes_is_summed_up_and_said(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(Follower, "_end", lambda follower: None)
+    run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), timeout_seconds=1.0, num_replicas=1)
+    with pytest.raises(
+        ExchangeError, match=r"the run was not closed within 1 s: .* are those after entry \d+ of"
+    ) as e:
+        train(run)
+    total = summary(run.directory)
+    assert total["closed"] is False and f"after entry {total['entry']} of the log" in str(e.value)
+    replay = replayed(run.rendezvous, initial=initial_parameters)
+    assert total["outer_hash"] == parameters_hash(replay.parameters()), "of the entries that there are"
+    assert replay.state.finished and not replay.state.closed
 
 
 def train_together(config: TrainConfig) -> list[float]:
@@ -238,7 +277,7 @@ def test_fixed_members_have_the_learning_rates_of_a_fixed_group(config, tmp_path
         diloco=replace(config.diloco, combine="reduce_scatter:bf16"),
     )
     everyones = run_replicas(train_together, 2, fixed, joined=False)
-    expected = [learning_rate(config, step) for step in range(1, STEPS + 1)]
+    expected = [rate(config, step) for step in range(1, STEPS + 1)]
     assert max(map(len, everyones)) == STEPS
     for rates in everyones:  # who sees first that the other has finished may stop some steps earlier
         assert rates[:-1] == expected[: len(rates) - 1] and len(rates) > STEPS - 8
@@ -265,7 +304,7 @@ def test_the_shards_of_a_machine_are_one_replica(config, tmp_path):
     assert first == second and len(first) > STEPS / 2, (
         "both shards train with the same rate, and end after the same step"
     )
-    assert first[0][1] == learning_rate(config, 2), "the batch of a replica is that of its shards together"
+    assert first[0][1] == rate(config, 2), "the batch of a replica is that of its shards together"
     assert sorted(join.name for join in bodies(run.rendezvous, Join)) == ["a", "b"]
     assert {leave.finished for leave in bodies(run.rendezvous, Leave)} == {True}
     replay = replayed(run.rendezvous, initial=initial_parameters)

@@ -8,14 +8,13 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from tests.data.corpora import INDEX, SHARD
 from tests.processes import run_replicas
+from tests.training.cases import world_on_cpu
 
 from diloco.data.shards import INDEX_FILE, write_record
 from diloco.errors import ExchangeError, FileError, UserError
@@ -36,7 +35,7 @@ from diloco.training.records.runs import (
     resume_config,
     running,
 )
-from diloco.training.world import alone, world_of
+from diloco.training.world import alone
 
 
 def write_index(prepared: Path, digest: str = "abc", num_tokens: int = 42) -> None:
@@ -139,28 +138,28 @@ def test_a_resume_without_its_data_names_the_setting(run):
 
 
 def test_a_resume_on_other_text_is_refused(run):
-    check_text(run, field="data.prepared")
+    check_text(run.directory, run.data.prepared, field="data.prepared")
     for digest, num_tokens in (("abc", 41), ("abd", 42)):
         write_index(run.data.prepared, digest, num_tokens)
         with pytest.raises(UserError, match=rf"abc and 42 tokens .*prepared has {digest} and {num_tokens}:"):
-            check_text(run, field="data.prepared")
+            check_text(run.directory, run.data.prepared, field="data.prepared")
     (run.directory / "data.json").write_text("{")
     with pytest.raises(UserError, match=r"data.json can't be read"):
-        check_text(run, field="data.prepared")
+        check_text(run.directory, run.data.prepared, field="data.prepared")
 
 
 @pytest.mark.parametrize("name", ["r", "seeds/r"])
 def test_a_claimed_directory_is_the_runs_own_whatever_its_name(tmp_path, name):
     write_index(tmp_path)
     config = resolve(replace(tiny(), num_replicas=1, name=name, runs=tmp_path), vocab_size=257, prepared=tmp_path)
-    claim_together(config, alone(config))
+    claim_together(config, alone(config.precision))
     with pytest.raises(UserError, match="already holds a run"):
-        claim_together(config, alone(config))
+        claim_together(config, alone(config.precision))
 
 
 def claim_on_two_machines(config: TrainConfig, folders: list[list[Path]]) -> list[str]:
     """Claim a run's directory in this machine's folder of each pair; the refusals, "" where there is none."""
-    world = world_of(config, torch.device("cpu"), timedelta(seconds=20), is_first_on_machine=True)
+    world = world_on_cpu(config, is_first_on_machine=True)
     refusals = []
     for pair in folders:
         try:
@@ -263,12 +262,11 @@ def test_replicas_resume_at_the_newest_step_that_all_hold(run, monkeypatch, held
             (folder / f"step-{step:08d}.sha256").touch()
     monkeypatch.setattr(runs, "share", lambda exchange, mine, kind: held)
     world = SimpleNamespace(everyone=None, num_replicas=2, num_ranks=1)
-    checkpoints = SimpleNamespace(steps=lambda: held[0])
     if isinstance(expected, int):
-        assert newest_common_step(run, world, checkpoints) == expected
+        assert newest_common_step(run.checkpoints, world, held[0], steps_apart=run.steps_apart) == expected
     else:
         with pytest.raises(UserError, match=expected):
-            newest_common_step(run, world, checkpoints)
+            newest_common_step(run.checkpoints, world, held[0], steps_apart=run.steps_apart)
 
 
 def test_a_second_command_hears_who_trains_there(tmp_path):

@@ -2,7 +2,6 @@
 
 import warnings
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.processes import run_replicas
+from tests.training.cases import world_on_cpu
 
 from diloco.engine.parameters import gathered
 from diloco.models.decoder_config import DecoderConfig
@@ -21,7 +21,7 @@ from diloco.training.config.resolve import resolve
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import inner_step
-from diloco.training.world import World, world_of
+from diloco.training.world import World
 
 M = 2
 SAVED, LAST = 9, 15
@@ -42,7 +42,7 @@ def config_of(S: int, wire: str, combine: str, D: int = 1) -> TrainConfig:
 
 
 def begin(config: TrainConfig, folder: Path) -> tuple[World, TrainState, Checkpoints]:
-    world = world_of(config, torch.device("cpu"), timedelta(seconds=20), is_first_on_machine=False)
+    world = world_on_cpu(config)
     return world, initial_state(config, world), Checkpoints(folder, world.replica, world.host_group, keep=1)
 
 
@@ -52,7 +52,7 @@ def advance(state: TrainState, config: TrainConfig, world: World, last: int) -> 
         tokens = np.random.default_rng(step).integers(0, 257, (config.global_batch, config.sequence_length + 1))
         tokens = np.sort(tokens)  # something to learn
         share = np.split(tokens, config.num_processes)[world.everyone.replica]
-        losses.append(inner_step(state, share, config, world, 1e-3)[0])
+        losses.append(inner_step(state, share, world, 1e-3)[0])
         state.sync.step()
         state.step = step
     return losses
@@ -185,7 +185,7 @@ def train_the_next_fragment_alone() -> list[tuple[set[int], set[int]]]:
     for step in range(1, LAST + 1):
         tokens = np.random.default_rng((step, world.replica)).integers(0, 257, (4, 33))
         before = {name: parameter.detach().clone() for name, parameter in state.model.named_parameters()}
-        inner_step(state, tokens, config, world, 1e-3)
+        inner_step(state, tokens, world, 1e-3)
         changed = {
             index
             for index, fragment in enumerate(state.sync.settings.fragments)

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.training.cases import rate
 
 from diloco.errors import TrainingError
 from diloco.training.config.config import AdamWConfig
 from diloco.training.config.recipes import tiny
 from diloco.training.config.resolve import resolve
-from diloco.training.optimizer import learning_rate
 from diloco.training.state import initial_state
 from diloco.training.step import inner_step
 from diloco.training.world import alone
@@ -54,14 +54,13 @@ def by_hand(config, model, num_steps: int):
         loss = (z - logits.gather(-1, window[:, 1:, None])[..., 0]).mean()
         gradients = torch.autograd.grad(loss + o.z_loss * (z**2).mean(), tuple(model.parameters()))
         norm = torch.sqrt(sum((g**2).sum() for g in gradients))
-        rate = learning_rate(config, t)
         measured.append((loss.item(), norm.item()))
         for name, gradient in zip(theta, gradients, strict=True):
             g = gradient.double() * min(1.0, o.clip_norm / norm)
             m[name] = o.beta1 * m[name] + (1 - o.beta1) * g
             v[name] = o.beta2 * v[name] + (1 - o.beta2) * g**2
             direction = (m[name] / (1 - o.beta1**t)) / ((v[name] / (1 - o.beta2**t)).sqrt() + o.epsilon)
-            theta[name] = theta[name] - rate * (direction + o.weight_decay * theta[name])
+            theta[name] = theta[name] - rate(config, t) * (direction + o.weight_decay * theta[name])
         model.load_state_dict(theta)
     return measured, theta
 
@@ -69,12 +68,12 @@ def by_hand(config, model, num_steps: int):
 @pytest.mark.parametrize("micro_batch", [8, 2, 1])
 def test_inner_steps_equal_adamw_by_hand(micro_batch):
     config = config_of(micro_batch)
-    world = alone(config)
+    world = alone(config.precision)
     state = initial_state(config, world)
     expected, parameters = by_hand(config, state.model, 4)
     assert all(norm > config.optimizer.clip_norm for _, norm in expected), "gradients are clipped"
     for step, loss_and_norm in enumerate(expected, start=1):
-        measured = inner_step(state, batch_of(config, step), config, world, learning_rate(config, step))
+        measured = inner_step(state, batch_of(config, step), world, rate(config, step))
         assert measured == pytest.approx(loss_and_norm, rel=1e-5)
     for name, parameter in state.model.named_parameters():
         torch.testing.assert_close(parameter.detach().double(), parameters[name], rtol=1e-4, atol=1e-5)
@@ -82,13 +81,13 @@ def test_inner_steps_equal_adamw_by_hand(micro_batch):
 
 def test_a_loss_that_is_not_finite_leaves_the_parameters_alone():
     config = config_of()
-    world = alone(config)
+    world = alone(config.precision)
     state = initial_state(config, world)
     with torch.no_grad():
         state.model.embedding.weight[3, 0] = torch.nan
     before = copy.deepcopy(state.model.state_dict())
     with pytest.raises(TrainingError, match="step 1: the loss of replica 0 is nan"):
-        inner_step(state, batch_of(config, 1), config, world, 0.1)
+        inner_step(state, batch_of(config, 1), world, 0.1)
     for name, value in state.model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
 
@@ -96,7 +95,7 @@ def test_a_loss_that_is_not_finite_leaves_the_parameters_alone():
 def test_the_learning_rate_warms_up_to_the_peak_and_ends_at_five_percent():
     config = resolve(tiny(), vocab_size=257, prepared=Path())
     peak = config.optimizer.learning_rate
-    rates = [learning_rate(config, step) for step in range(1, 61)]
+    rates = [rate(config, step) for step in range(1, 61)]
     assert rates[:6] == pytest.approx([peak * step / 6 for step in range(1, 7)])
     assert rates[5 + 27] == pytest.approx(peak * (0.05 + 0.95 / 2))
     assert rates[-1] == pytest.approx(0.05 * peak)
@@ -107,8 +106,8 @@ def test_wsd_stays_at_the_peak_and_decays_in_the_last_steps():
     asked = replace(tiny(), optimizer=replace(tiny().optimizer, schedule="wsd", decay_fraction=0.25))
     config = resolve(asked, vocab_size=257, prepared=Path())
     peak = config.optimizer.learning_rate
-    rates = [learning_rate(config, step) for step in range(1, 61)]
+    rates = [rate(config, step) for step in range(1, 61)]
     assert rates[:6] == pytest.approx([peak * step / 6 for step in range(1, 7)])
     assert set(rates[5:45]) == {peak}
     assert rates[45:] == pytest.approx([peak * (1 - 0.95 * (x / 15) ** 0.5) for x in range(1, 16)])
-    assert learning_rate(config, 44.5) == peak and learning_rate(config, 100) == pytest.approx(0.05 * peak)
+    assert rate(config, 44.5) == peak and rate(config, 100) == pytest.approx(0.05 * peak)

@@ -2,7 +2,6 @@
 
 from collections import deque
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from tests.fake_device import FakeDevice
 from tests.processes import run_replicas
+from tests.training.cases import begin, world_on_cpu
 
 from diloco.errors import TrainingError
 from diloco.models.decoder_config import DecoderConfig
@@ -18,8 +18,8 @@ from diloco.training.config.config import DilocoConfig, TrainConfig
 from diloco.training.config.recipes import tiny
 from diloco.training.config.resolve import resolve
 from diloco.training.state import initial_state
-from diloco.training.step import begin_step, end_step
-from diloco.training.world import alone, world_of
+from diloco.training.step import end_step
+from diloco.training.world import alone
 
 TIMES = ("step_seconds", "blocked_seconds", "engine")
 LAST = 14
@@ -41,12 +41,12 @@ def tokens_of(config: TrainConfig, step: int, replica: int) -> np.ndarray:
 def metrics_of(steps_ahead: int) -> list[dict]:
     """The metrics of every step but for times."""
     config = config_of(2)
-    world = world_of(config, torch.device("cpu"), timedelta(seconds=20), is_first_on_machine=False)
+    world = world_on_cpu(config)
     state, begun, measured = initial_state(config, world), deque(), []
     while not state.is_over:
-        begun.append(begin_step(state, tokens_of(config, state.step + 1, world.replica), config, world))
+        begun.append(begin(state, tokens_of(config, state.step + 1, world.replica), config, world))
         while len(begun) > (0 if state.is_over else steps_ahead):
-            metrics = asdict(end_step(begun.popleft(), state, config, world, since=0.0))
+            metrics = asdict(end_step(begun.popleft(), state, world, since=0.0))
             for outer_step in metrics["outer_steps"]:
                 del outer_step["blocked_seconds"]
             measured.append({name: value for name, value in metrics.items() if name not in TIMES})
@@ -65,24 +65,24 @@ def test_a_step_that_ends_later_has_the_same_metrics():
 
 def test_a_loss_that_is_not_finite_is_named_later_and_changes_nothing():
     config = config_of(1)
-    world = alone(config)
+    world = alone(config.precision)
     state, begun = initial_state(config, world), {}
     for step in (1, 2, 3):
-        begun[step] = begin_step(state, tokens_of(config, step, 0), config, world)
+        begun[step] = begin(state, tokens_of(config, step, 0), config, world)
     kept = [parameter.clone() for parameter in state.model.parameters()]
     moments = [value.clone() for values in state.optimizer.state.values() for value in values.values()]
     with torch.no_grad():
         state.model.blocks[0].mlp_norm.weight[0] = torch.nan
-    begun[4] = begin_step(state, tokens_of(config, 4, 0), config, world)
+    begun[4] = begin(state, tokens_of(config, 4, 0), config, world)
     state.model.blocks[0].mlp_norm.weight.data.copy_(dict(zip(names(state), kept, strict=True))[NORM])
     assert all(map(torch.equal, state.model.parameters(), kept)), "the step has changed no parameter"
     after = [value for values in state.optimizer.state.values() for value in values.values()]
     assert all(map(torch.equal, after, moments)), "nor a moment"
-    begun[5] = begin_step(state, tokens_of(config, 5, 0), config, world)
+    begun[5] = begin(state, tokens_of(config, 5, 0), config, world)
     for step in (1, 2, 3):
-        assert end_step(begun[step], state, config, world, since=0.0).step == step
+        assert end_step(begun[step], state, world, since=0.0).step == step
     with pytest.raises(TrainingError, match="step 4: the loss of replica 0 is nan"):
-        end_step(begun[4], state, config, world, since=0.0)
+        end_step(begun[4], state, world, since=0.0)
 
 
 NORM = "blocks.0.mlp_norm.weight"
@@ -103,20 +103,20 @@ def on_the_fake_device() -> tuple[list[float], list[str], list[list[int]], list[
         return device.on_device(build(model, seed=seed))
 
     with FakeDevice() as device, patch.object(DecoderConfig, "build", build_there):
-        world = replace(alone(config), device=device.device)
+        world = replace(alone(config.precision), device=device.device)
         state, begun, losses, waits, copies = initial_state(config, world), deque(), [], [], []
         training, late = device.stream, []
         while not state.is_over:
             batch = tokens_of(config, state.step + 1, 0)
             device.clear()
-            step = begin_step(state, batch, config, world)
+            step = begin(state, batch, config, world)
             begun.append((step, training.known[training.index]))
             waits += [] if state.is_over else device.host_reads  # with the last step `finish` waits for the device
             copies.append([num_bytes for num_bytes in device.to_host if num_bytes > 64])
             while len(begun) > (0 if state.is_over else 1):
                 device.clear()
                 step, num_operations = begun.popleft()
-                losses.append(end_step(step, state, config, world, since=0.0).loss)
+                losses.append(end_step(step, state, world, since=0.0).loss)
                 if device.waited_for[training.index] > num_operations:
                     late.append(step.step)
         return losses, waits, copies, device.races, late
@@ -125,11 +125,11 @@ def on_the_fake_device() -> tuple[list[float], list[str], list[list[int]], list[
 def test_a_step_on_a_gpu_is_begun_without_a_wait():
     """A send copies a payload off the device; other copies, of logs and merges, are of a few numbers."""
     config = config_of(1)
-    world = alone(config)
+    world = alone(config.precision)
     state, expected = initial_state(config, world), []
     for step in range(1, LAST + 1):
-        begun = begin_step(state, tokens_of(config, step, 0), config, world)
-        expected.append(end_step(begun, state, config, world, since=0.0).loss)
+        begun = begin(state, tokens_of(config, step, 0), config, world)
+        expected.append(end_step(begun, state, world, since=0.0).loss)
     [(losses, waits, copies, races, late)] = run_replicas(on_the_fake_device, 1)
     assert losses == pytest.approx(expected, rel=1e-4)
     assert not waits and not races and not late
@@ -140,11 +140,11 @@ def test_a_step_on_a_gpu_is_begun_without_a_wait():
 def in_precision(precision: str) -> tuple[str, list[float], list[set[torch.dtype]]]:
     """The hash of Θ, the losses, and the dtypes of parameters, moments and outer parameters."""
     config = replace(config_of(2), precision=precision)
-    world = world_of(config, torch.device("cpu"), timedelta(seconds=20), is_first_on_machine=False)
+    world = world_on_cpu(config)
     state, losses = initial_state(config, world), []
     while not state.is_over:
-        begun = begin_step(state, tokens_of(config, state.step + 1, world.replica), config, world)
-        losses.append(end_step(begun, state, config, world, since=0.0).loss)
+        begun = begin(state, tokens_of(config, state.step + 1, world.replica), config, world)
+        losses.append(end_step(begun, state, world, since=0.0).loss)
     assert not world.autocast
     moments = [values[name] for values in state.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     tensors = state.model.parameters(), moments, state.sync.outer_parameters().values()

@@ -113,7 +113,8 @@ def _initial(path: Path | None) -> Initial:
 
 def _checked(replay: Replay) -> Iterator[str]:
     done = replay.checked
-    yield f"entries      {done.entries:,}: chain, signatures, validity"
+    end = "" if done.closed_by is None else f"; entry {done.closed_by} closes the run"
+    yield f"entries      {done.entries:,}: chain, signatures, validity{end}"
     yield (
         f"payloads     {done.payloads:,}, {done.payload_bytes:,} bytes: SHA-256, signature, codec, norm, base; "
         f"{done.retired:,} retired"

@@ -29,7 +29,7 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 SETTINGS_FILE = "settings.json"
 INDEX_FILE = "index.json"
 
-FORMAT = 2
+FORMAT = 3
 """Version of the directory's records."""
 
 PREPARE_ANEW = "delete the directory, and prepare the data again"
@@ -64,6 +64,8 @@ class PreparationSettings:
     """Bytes of text after which the training split ends, with the document that reaches them; None is all text."""
     text_field: str
     """The field that holds the text of a row."""
+    skip_null: bool
+    """True if rows whose text is null were left out."""
 
 
 @dataclass(frozen=True, kw_only=True)

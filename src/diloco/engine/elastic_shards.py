@@ -426,10 +426,10 @@ class LeadingMembership(ElasticMembership):
         """Offer the fragments that are due, and take the outer steps that were decided."""
         return self._report(super().advance())
 
-    def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
+    def finish(self, *, flush: bool, close: bool) -> tuple[OuterStep, ...]:
         """Wait for the decisions of own payloads, bounded in time, and take them."""
         self._inside.lead(Call.FINISH)
-        return self._report(super().finish(flush=flush))
+        return self._report(super().finish(flush=flush, close=close))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of this replica that resumes; Θ and the slots lie in the store."""
@@ -499,8 +499,8 @@ class FollowingMembership(Membership):
         self._parameters.look_at_merges(self.replica.num_steps)
         return self._follow() if self._call is Call.STEP else ()
 
-    def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
-        """Serve the end; whether to flush is what the first process was asked for."""
+    def finish(self, *, flush: bool, close: bool) -> tuple[OuterStep, ...]:
+        """Serve the end; what to do is what the first process was asked for."""
         self._inside.follow(Call.FINISH)
         return self._follow()
 

@@ -150,6 +150,11 @@ class FragmentParameters:
         return local(parameter).shape
 
     @property
+    def has_masters(self) -> bool:
+        """True if the optimizer updates other weights, which are θ."""
+        return self._masters is not None
+
+    @property
     def by_name(self) -> dict[str, Tensor]:
         """The parameters of all fragments."""
         return {name: parameter for part in self._by_fragment for name, parameter in part.items()}

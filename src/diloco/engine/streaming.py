@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from diloco.engine.attach import Attachment
+from diloco.engine.attach import Attachment, check_trains, trained_by
 from diloco.engine.fixed import FixedMembership
 from diloco.engine.lanes import device_lane
 from diloco.engine.outer_state import OUTER
@@ -300,6 +300,9 @@ class StreamingDiLoCo:
             optimizer: the torch optimizer that steps last, or a wrapper such as accelerate's or torchtitan's.
             scaler: the GradScaler that steps it: a step that it skips counts, so that replicas stay in step.
             tokens: of each inner step, as in `step()`.
+
+        Raises:
+            UserError: if the engine is attached already, or the optimizer trains none of its parameters.
         """
         _checked_tokens(tokens)
         if self._attachment is not None and self._attachment.is_attached:
@@ -307,6 +310,7 @@ class StreamingDiLoCo:
                 "the engine is attached already, and would count every inner step twice: attach it alone to the "
                 "optimizer that steps last"
             )
+        check_optimizers(self, [optimizer])
         self._attachment = Attachment(partial(self.step, tokens=tokens), optimizer, scaler)
         return self._attachment
 
@@ -314,7 +318,7 @@ class StreamingDiLoCo:
         """Call `hook(names)` after each merge with the names of the changed parameters, until its removal."""
         return self._replica.parameters.on_merge(hook)
 
-    def finish(self, *, flush: bool = False) -> tuple[OuterStep, ...]:
+    def finish(self, *, flush: bool = False, close: bool = False) -> tuple[OuterStep, ...]:
         """Receive what is in flight and merge it, in order; every replica calls it after the same step.
 
         It raises what `step()` raises; after any error, load the last saved state in a new engine.
@@ -323,12 +327,16 @@ class StreamingDiLoCo:
             flush: then send and merge every fragment once more, so that Θ, which is what to ship, holds the last
                 work of all. A warning names the fragments whose last work was not counted, or, without `flush`,
                 those that were never sent.
+            close: where replicas come and go, end the run for all of them, since its token budget is spent. Each
+                then takes every outer step up to the entry that closes the log, so that all have the same Θ; one
+                that finishes after another has called this does so, too. The wait is bounded by the rendezvous'
+                `timeout_seconds`; after it `rendezvous.leave()` warns which entry's Θ this replica has.
         """
         self._check_going_on()
         if flush and self._loads.pending:
             self._loads.check()
         with self._fail_together():
-            merged = self._membership.finish(flush=flush)
+            merged = self._membership.finish(flush=flush, close=close)
         self._warn_of_unsent()
         if flush:
             self._warn_of_uncounted()
@@ -581,7 +589,7 @@ def check_job(num_processes: int, engine: StreamingDiLoCo) -> Transport:
     """
     if (rendezvous := engine.rendezvous) is not None:
         with suppress(DilocoError):  # the engine has joined
-            rendezvous.leave(finished=False)
+            rendezvous.leave()
         raise UserError(
             "a framework's job can't be a replica that comes and goes: train with diloco's own trainer, or in a "
             "loop of your own, which reads from rendezvous.slot and rendezvous.start, or join the jobs with "
@@ -596,3 +604,20 @@ def check_job(num_processes: int, engine: StreamingDiLoCo) -> Transport:
             "exchange",
         )
     return engine.exchange
+
+
+def is_trained_by(engine: StreamingDiLoCo, optimizer: object) -> bool:
+    """True if an optimizer trains a parameter that the engine exchanges."""
+    own = {id(parameter) for parameter in engine._replica.parameters.by_name.values()}
+    return any(id(parameter) in own for _, parameter in trained_by(optimizer))
+
+
+def check_optimizers(engine: StreamingDiLoCo, optimizers: Sequence[object]) -> None:
+    """Refuse optimizers of other parameters than the engine's; a warning names those that they train beside them.
+
+    Raises:
+        UserError: if none trains a parameter that the engine exchanges, or one is no optimizer.
+    """
+    parameters = engine._replica.parameters
+    if not parameters.has_masters:  # else the optimizer may train these
+        check_trains(optimizers, parameters.by_name)

@@ -26,6 +26,10 @@ class Wish:
     """The run that a replica wants to join."""
 
     name: str
+    step_tokens: int
+    """The most tokens that one of its inner steps reads."""
+    most_steps: int
+    """The most inner steps between two of its sends of a fragment that are counted."""
     rules: Rules
     """The rules of the run that it creates if there is none."""
     asked: frozenset[str]
@@ -147,7 +151,8 @@ def _compare(body: Create, wish: Wish) -> None:
 async def _number_of_joined(log: Log, signer: Signer, wish: Wish, url: str) -> int:
     """The number under which this replica has joined."""
     while True:
-        body, own = Join(name=wish.name, key=signer.public), len(log.state.members)
+        amounts = {"step_tokens": wish.step_tokens, "most_steps": wish.most_steps}
+        body, own = Join(name=wish.name, key=signer.public, **amounts), len(log.state.members)
         if reason := log.state.refusal_of_joiner(body):
             raise LogError(_refusal(log.state, signer, url) or f"the run refuses this replica: it {reason}")
         _, is_own = await log.append(body, author=own)
@@ -159,7 +164,10 @@ async def _number_of_joined(log: Log, signer: Signer, wish: Wish, url: str) -> i
 def _refusal(state: RunState, signer: Signer, url: str) -> str:
     """The refusal of a replica for which there is a remedy; empty for others."""
     if state.finished:
-        return "the run refuses this replica: it joins a run that has ended: create another in another place"
+        return (
+            f"the run refuses this replica: it joins a run that has ended: diloco export {url} writes its outer "
+            "parameters; to train on, create another in another place"
+        )
     if state.creator and not signer.public:
         return f"the run asks for a key: set {VARIABLE} to this replica's key file, which diloco keys new makes"
     if state.creator and signer.public not in state.allowed:

@@ -314,6 +314,8 @@ class Checked:
     """Counts of what was checked and found right."""
 
     entries: int = 0
+    closed_by: int | None = None
+    """The entry that closes the run; None if none does."""
     rounds: int = 0
     """Outer entries whose payloads were checked."""
     steps: int = 0
@@ -398,6 +400,7 @@ class Replay:
                 self.checked.averages += len(content.averages)
                 self._check_round(Decision.of(ref, self.state, content), content)
                 await self._check_snapshot(ref.body.fragment)
+        self._check_end()
         if not self._from_snapshot:
             await self._compare_digests()
 
@@ -447,6 +450,9 @@ class Replay:
                 await self._check_index(self.state)
         for ref in self._outers:
             self._bases[ref.body.fragment][ref.body.round - 1] = ref.body.before
+        for p, base in enumerate(self.state.closed):
+            self._bases[p][self.state.fragments[p].round] = base
+            self.checked.closed_by = self.state.number - 1
         await log.check_no_gap()
         if foreign := [name for name, _ in await self._store.list("log") if not is_entry(name)]:
             self.notes.append(f"{', '.join(foreign)}: diloco has not written them, and nobody reads them")
@@ -528,6 +534,12 @@ class Replay:
         self._outer.on_average(fragment, average, sync, decision.cohort)
         self._rounds[p] = decision.round
         self.checked.steps += 1
+
+    def _check_end(self) -> None:
+        """Compare the last Θ with what the entry that closes the run says of it, as far as both are known."""
+        for p, log in enumerate(self.state.fragments if self.state.closed else ()):
+            if self._rounds.get(p) == log.round:
+                self._compare_base(p, log.round, source_of(self.state.number - 1), self._vectors[p])
 
     def _compare_base(self, p: int, last_round: int, source: str, vectors: Mapping[str, Tensor]) -> None:
         """Compare Θ_p after a round with what the log says of it, if it says so already."""

@@ -5,21 +5,25 @@ import os
 import torch
 
 from diloco.errors import UserError
-from diloco.training.config.config import TrainConfig
 
 
-def chosen_device(config: TrainConfig, local_rank: int) -> torch.device:
+def chosen_device(asked: str, local_rank: int, *, shares: bool) -> torch.device:
     """The device of a process, by its number on this machine; a GPU becomes the current one.
+
+    Args:
+        asked: auto, cpu or cuda; auto is cuda where there is a GPU.
+        local_rank: the number.
+        shares: True if several processes may have the same GPU.
 
     Raises:
         UserError: if there is no GPU, or too few.
     """
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError("device=cuda, but torch finds no GPU here: set device=cpu", "device")
     num_gpus, num_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if (config.method == "data_parallel" or config.processes_per_replica > 1) and num_local > num_gpus:
+    if num_local > num_gpus and not shares:
         raise UserError(
             f"data_parallel and a replica of several processes need a GPU a process: here are {num_local} "
             f"processes and {num_gpus} GPUs; lower num_replicas, shards_per_replica or ddp_per_replica",

@@ -19,10 +19,20 @@ from diloco.exchange.transport import agree, fail_together
 from diloco.integrations.trackers import tracker
 from diloco.training.config.config import TrainConfig, hyperparameters
 from diloco.training.config.resolve import resolved, shared_facts, text_facts
+from diloco.training.hardware import model_flops_utilization
+from diloco.training.optimizer import learning_rate
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.records.metrics import MetricsLog, StepMetrics
 from diloco.training.records.runs import check_text, claim_together, continued, newest_common_step
-from diloco.training.records.summary import Outcome, conclude, evaluate, held_out_windows
+from diloco.training.records.summary import (
+    OUTER_FILE,
+    SUMMARY_FILE,
+    HeldOut,
+    Outcome,
+    conclude,
+    evaluate,
+    open_held_out,
+)
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import BegunStep, begin_step, end_step
 from diloco.training.world import World, join
@@ -98,7 +108,7 @@ def train(
             is_evaluated, is_saved = _is_due(step, evaluation), _is_due(step, checkpoint)
             if is_evaluated or is_saved:
                 run.end_steps(0)  # so that each of the two steps has its own time
-            run.begun.append(begin_step(run.state, run.batches.batch(step), run.config, run.world))
+            run.begin_step(step)
             is_saved = is_saved or bool(checkpoint and run.state.is_over)
             # Read the previous step's metrics while the GPU runs this one, except at a checkpoint or the end.
             is_read_now = is_evaluated or is_saved or run.state.is_over
@@ -119,7 +129,7 @@ class _Run:
     config: TrainConfig
     world: World
     batches: Batches
-    held_out: TokenShards
+    held_out: HeldOut
     state: TrainState
     checkpoints: Checkpoints
     log: MetricsLog | None
@@ -136,11 +146,22 @@ class _Run:
         """Steps that are begun before the host reads of an earlier one; a CPU has done a step that was begun."""
         return 0 if self.world.device.type == "cpu" else 1
 
+    def begin_step(self, step: int) -> None:
+        """Begin a step, at the learning rate of the tokens that all replicas will have read after it."""
+        config, state = self.config, self.state
+        reached = state.standing.next_tokens / config.tokens_per_step
+        rate = learning_rate(state.inner, reached, num_steps=config.num_steps)
+        batch, layers = self.batches.batch(step), config.log_layer_cosine
+        self.begun.append(begin_step(state, batch, self.world, rate=rate, log_layer_cosine=layers))
+
     def end_steps(self, num_left: int, *, is_evaluated: bool = False) -> None:
         """Read and write down the steps that were begun, but for the last ones, and evaluate after the last."""
         while len(self.begun) > num_left:
-            metrics = end_step(self.begun.popleft(), self.state, self.config, self.world, since=self.since)
+            metrics = end_step(self.begun.popleft(), self.state, self.world, since=self.since)
             self.since = time.perf_counter()
+            flops, device = self.config.step_flops, self.world.device
+            utilization = model_flops_utilization(flops, device, metrics.step_seconds)
+            metrics = replace(metrics, model_flops_utilization=utilization)
             if is_evaluated and not self.begun:
                 metrics = replace(metrics, eval_loss=self.held_out_loss())
                 self.since = time.perf_counter()
@@ -151,7 +172,7 @@ class _Run:
 
     def held_out_loss(self) -> float:
         """Mean loss of the outer parameters on this replica's share of the held-out text, nats per token."""
-        measured = evaluate(self.state, self.config, self.world, self.held_out, together=False)
+        measured = evaluate(self.state, self.world, self.held_out, together=False)
         total, count = (
             self.world.over_ranks(value) for value in (measured.loss * measured.num_tokens, measured.num_tokens)
         )
@@ -169,9 +190,16 @@ class _Run:
         if self.log is not None:
             self.log.close()
         if self.world.rendezvous is not None:
-            self.world.rendezvous.leave(finished=True)
-        loss = evaluate(self.state, self.config, self.world, self.held_out, together=True)
-        return conclude(self.state, self.config, self.world, loss) if self.world.replica == 0 else None
+            self.world.rendezvous.leave()
+        loss = evaluate(self.state, self.world, self.held_out, together=True)
+        outcome = conclude(self.state, self.config, self.world, loss) if self.world.replica == 0 else None
+        if outcome is not None and outcome.summary.get("closed") is False:
+            raise ExchangeError(
+                f"the run was not closed within {self.config.timeout_seconds:g} s: {SUMMARY_FILE} and "
+                f"{OUTER_FILE} in {self.config.directory} are those after entry {outcome.summary['entry']} of the "
+                f"log, which may not be its last: see with diloco store status {self.config.rendezvous}"
+            )
+        return outcome
 
 
 @contextmanager
@@ -192,11 +220,13 @@ def _set_up(asked: TrainConfig, *, resume: bool, on_step: Callable[[StepMetrics]
         )
         stack.enter_context(lost_processes_named(state))
         if resume:
-            check_text(config, field="data.prepared")
-            if step := newest_common_step(config, world, checkpoints):
+            check_text(config.directory, config.data.prepared, field="data.prepared")
+            held, apart = checkpoints.steps(), config.steps_apart
+            if step := newest_common_step(config.checkpoints, world, held, steps_apart=apart):
                 state.load(checkpoints, step)
             checkpoints.drop_after(step)
             config = continued(asked, world, step)
+            state.inner = config.optimizer  # of a phase that may begin here
         log = None
         if world.rank == 0:
             log = _open_log(config, world, state)
@@ -229,14 +259,13 @@ def _serve_metrics(config: TrainConfig, state: TrainState, replica: int, stack: 
     stack.callback(server.close)
 
 
-def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, TokenShards]:
+def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, HeldOut]:
     """Both splits, once all replicas are known to read the same text with the same settings."""
     assert config.data.prepared is not None, "the config is resolved"
-    corpus, held_out = (open_split(config.data.prepared, split) for split in ("train", "held_out"))
+    corpus = open_split(config.data.prepared, "train")
     member = "replica" if world.num_ranks == 1 else "process"
     agree(world.everyone, shared_facts(config) | text_facts(config.data.prepared).shared, member=member)
-    held_out_windows(held_out, config)  # too little text is refused now, not after the last step
-    return corpus, held_out
+    return corpus, open_held_out(config)
 
 
 def open_batches(config: TrainConfig, world: World, corpus: TokenShards, *, after_step: int = 0) -> Batches:

@@ -90,7 +90,7 @@ def _step_seconds(config: TrainConfig, world: World) -> float:
     # All must stop alike: the next step may need every process.
     while len(seconds) < 5 or (len(seconds) < _MOST_STEPS and max(share(world.everyone, sum(seconds), float)) < 5):
         start = time.perf_counter()
-        inner_step(state, batch, config, world, 0.0)
+        inner_step(state, batch, world, 0.0)
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
@@ -106,13 +106,13 @@ def flops_per_second(config: TrainConfig, *, num_cores: int) -> float:
     One process is measured, on one CPU thread; several are assumed not to slow each other down.
     """
     model = replace(config.model, vocab_size=config.model.vocab_size or 257).build(seed=0)
-    config = replace(config, micro_batch=config.micro_batch or config.process_batch)
-    optimizer = adamw(model, replace(config.optimizer, weight_decay=0.0))
-    state = TrainState(model, model, optimizer, DataParallel(model, model, 1), FixedProgress(1, 1))
+    inner, micro_batch = replace(config.optimizer, weight_decay=0.0), config.micro_batch or config.process_batch
+    sync, progress = DataParallel(model, model, 1), FixedProgress(1, 1)
+    state = TrainState(model, model, adamw(model, inner), inner, micro_batch, sync, progress)
     batch = np.zeros((config.process_batch, config.sequence_length + 1), dtype=np.int64)
     with torch_threads(1):
-        world = alone(config)
-        seconds = shortest_seconds(lambda: inner_step(state, batch, config, world, 0.0), world.device)
+        world = alone(config.precision)
+        seconds = shortest_seconds(lambda: inner_step(state, batch, world, 0.0), world.device)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     return num_cores * 6.0 * num_params * batch[:, 1:].size / seconds
 
@@ -261,13 +261,14 @@ def demo_gradient(recipe_name: str = "laptop") -> Tensor:
         data = replace(default.data, cache=Path(directory) / "data")
         settings = replace(default, runs=Path(directory), num_replicas=1, data=data)
         config = resolved(prepare_run(settings))
-        world = alone(config)
+        world = alone(config.precision)
         assert config.data.prepared is not None, "the config is resolved"
         batches = open_batches(config, world, open_split(config.data.prepared, "train"))
         state = initial_state(config, world)
         start_N = torch.nn.utils.parameters_to_vector(state.model.parameters()).detach().clone()
         for step in range(1, config.diloco.sync_every + 1):
-            inner_step(state, batches.batch(step), config, world, learning_rate(config, step))
+            rate = learning_rate(config.optimizer, step, num_steps=config.num_steps)
+            inner_step(state, batches.batch(step), world, rate)
         return start_N - torch.nn.utils.parameters_to_vector(state.model.parameters()).detach()
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as step_adamw
 
-from diloco.training.config.config import AdamWConfig, TrainConfig
+from diloco.training.config.config import AdamWConfig
 
 
 class AdamW(torch.optim.AdamW):
@@ -81,14 +81,19 @@ def adamw(model: nn.Module, config: AdamWConfig) -> AdamW:
     )
 
 
-def learning_rate(config: TrainConfig, step: float) -> float:
+def learning_rate(inner: AdamWConfig, step: float, *, num_steps: int) -> float:
     """Linear warm-up to the peak, then the schedule down to `final_fraction` of it, where it stays.
 
     With x from 0 to 1 on the way down, the height above that end is (1 + cos π x) / 2 for the cosine, and 1 − √x
     for wsd (arXiv 2405.18392), which begins at the last `decay_fraction` of the steps after `start_step`.
     Between two steps it is defined, too: where replicas come and go, the run need not stand at a whole step.
+
+    Args:
+        inner: the inner optimizer's settings, resolved.
+        step: t.
+        num_steps: T, the last step.
     """
-    inner, first, last = config.optimizer, config.optimizer.start_step, config.num_steps
+    first, last = inner.start_step, num_steps
     assert inner.warmup_steps is not None, "the config is resolved"
     warm = first + inner.warmup_steps
     if step <= warm:

@@ -15,13 +15,14 @@ from diloco.errors import UserError, setting
 from diloco.files import require
 from diloco.integrations.trackers import check_installed
 from diloco.schedule import Schedule
+from diloco.schema import checked_name
 from diloco.training.config.config import TrainConfig, differences
 from diloco.training.config.engine_settings import check_sends, checked_settings
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import Budget, resolved, with_budget, with_method_values
 from diloco.training.processes import under_a_launcher
 from diloco.training.records.runs import check_text, check_unclaimed, resume_config
-from diloco.training.records.summary import held_out_windows
+from diloco.training.records.summary import open_held_out
 
 
 def prepare_run(
@@ -48,7 +49,7 @@ def prepare_run(
     if resume is not None:
         _check_device(asked)
         if budget is not None:
-            check_text(replace(asked, name=resume.name, runs=resume.parent), field="data.prepared")
+            check_text(resume, asked.data.prepared, field="data.prepared")
             asked = _with_budget(asked, budget)
         return resume_config(resume, asked)
     refuse_what_means_nothing(asked)
@@ -60,7 +61,7 @@ def prepare_run(
 
         with setting("rendezvous", asked.rendezvous):
             Store.open(asked.rendezvous)
-    asked = replace(asked, name=asked.name or _name(asked))
+    asked = replace(asked, name=checked_name(asked.name or _name(asked)))
     if own is None and not under_a_launcher():
         check_unclaimed(asked)
     schedule = _checked_before_the_text(asked, budget)
@@ -69,8 +70,8 @@ def prepare_run(
     config = resolved(asked)
     if schedule is not None:
         check_sends(schedule, config.num_steps)
-    epoch_tokens(config, directory)
-    held_out_windows(open_split(directory, "held_out"), config)
+    epoch_tokens(directory, config.sequence_length)
+    open_held_out(config)  # too little text is refused now, not after the last step
     return asked if own is None else resume_config(own, asked)
 
 
@@ -95,17 +96,17 @@ def _with_budget(asked: TrainConfig, budget: Budget | None) -> TrainConfig:
     assert asked.data.prepared is not None, "the text is prepared"
     vocab_size = asked.model.vocab_size or read_index(asked.data.prepared).vocab_size
     sized = replace(asked, model=replace(asked.model, vocab_size=vocab_size))
-    budgeted = with_budget(sized, budget, epoch_tokens=epoch_tokens(asked, asked.data.prepared))
+    budgeted = with_budget(sized, budget, epoch_tokens=epoch_tokens(asked.data.prepared, asked.sequence_length))
     return replace(asked, num_tokens=budgeted.num_tokens)
 
 
-def epoch_tokens(config: TrainConfig, prepared: Path) -> int:
+def epoch_tokens(prepared: Path, sequence_length: int) -> int:
     """The tokens of one pass over the training text, which all replicas together read.
 
     Raises:
         UserError: if the text is shorter than one sequence.
     """
-    return open_split(prepared, "train").num_windows(config.sequence_length) * config.sequence_length
+    return open_split(prepared, "train").num_windows(sequence_length) * sequence_length
 
 
 def refuse_what_means_nothing(asked: TrainConfig) -> None:

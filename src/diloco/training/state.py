@@ -13,7 +13,7 @@ from diloco.exchange.group import TorchGroup
 from diloco.models.language_model import LanguageModel
 from diloco.outer.step import OuterStep
 from diloco.schema import Count, Seconds
-from diloco.training.config.config import TrainConfig
+from diloco.training.config.config import AdamWConfig, TrainConfig
 from diloco.training.config.engine_settings import engine_settings, frozen_parameters
 from diloco.training.config.resolve import check_sizes
 from diloco.training.data_parallel import (
@@ -77,16 +77,16 @@ class ElasticProgress:
     answer makes the host wait for the device.
 
     Args:
-        config: the run's.
         engine: of this replica.
         world: of this process, with the rendezvous that the engine has joined.
+        num_tokens: the budget of the whole run.
+        own_tokens: tokens of a step of this replica.
     """
 
-    def __init__(self, config: TrainConfig, engine: StreamingDiLoCo, world: World) -> None:
+    def __init__(self, engine: StreamingDiLoCo, world: World, *, num_tokens: int, own_tokens: int) -> None:
         assert world.rendezvous is not None, "replicas come and go"
         self._engine, self._rendezvous, self._of_first = engine, world.rendezvous, world.of_first
-        self._budget = config.num_tokens
-        self._own_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
+        self._budget, self._own_tokens = num_tokens, own_tokens
         schedule = engine.settings.schedule
         self._most_steps = 2 * schedule.sync_every + schedule.overlap(0)
         self._tokens = self._next_tokens = 0
@@ -139,8 +139,8 @@ class Synchronizer(Protocol):
         """Count an inner step on so many tokens, send and merge what is due; returns the outer steps taken."""
         ...
 
-    def finish(self) -> Sequence[OuterStep]:
-        """Receive and merge everything in flight; every replica calls it after the same step."""
+    def finish(self, *, close: bool = False) -> Sequence[OuterStep]:
+        """Receive and merge everything in flight; with `close`, end a run whose replicas come and go."""
         ...
 
     def logs(self, *, computed: bool = True) -> dict[str, float]:
@@ -178,6 +178,10 @@ class TrainState:
     """The model as training calls it: itself, compiled, or wrapped in DistributedDataParallel."""
     optimizer: AdamW
     """The inner optimizer."""
+    inner: AdamWConfig
+    """The settings of the inner step: of the optimizer, the loss and the clipping."""
+    micro_batch: int
+    """Sequences a forward pass of this process."""
     sync: Synchronizer
     """Θ, the outer momentum and what is in flight; or the baseline."""
     progress: Progress
@@ -274,12 +278,14 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         model.to(world.device)
     else:
         _shard(model, world)
-    optimizer = adamw(model, config.optimizer)
+    assert config.micro_batch is not None, "the config is resolved"
+    inner, micro_batch = config.optimizer, config.micro_batch
+    optimizer, batch = adamw(model, inner), (micro_batch, config.sequence_length)
     forward: nn.Module = torch.compile(model) if config.compile else model  # pyright: ignore[reportAssignmentType]
     fixed = FixedProgress(config.num_steps, config.tokens_per_step)
     if config.method == "data_parallel":
-        baseline = _data_parallel(config, world, model, forward)
-        return TrainState(model, baseline.forward, optimizer, baseline, fixed, passes=baseline.passes)
+        sync = _data_parallel(world, model, forward, batch)
+        return TrainState(model, sync.forward, optimizer, inner, micro_batch, sync, fixed, passes=sync.passes)
     settings = engine_settings(config.diloco, model, seed=config.seed)
     exchange = world.exchange if world.rendezvous is None else None
     engine = StreamingDiLoCo(
@@ -290,32 +296,28 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         **vars(settings),
     )
     if world.rendezvous is not None:
-        progress = ElasticProgress(config, engine, world)
-        return TrainState(model, forward, optimizer, engine, progress)
+        own_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
+        progress = ElasticProgress(engine, world, num_tokens=config.num_tokens, own_tokens=own_tokens)
+        return TrainState(model, forward, optimizer, inner, micro_batch, engine, progress)
     mean_loss = MeanLoss(world.exchange, max_overlap=settings.schedule.max_overlap)
-    state = TrainState(model, forward, optimizer, engine, fixed, mean_loss=mean_loss)
+    state = TrainState(model, forward, optimizer, inner, micro_batch, engine, fixed, mean_loss=mean_loss)
     if config.ddp_per_replica > 1:
         assert isinstance(world.group, TorchGroup), "a replica is several processes"
         state.forward = inside = data_parallel(forward, world.group.group)
-        settle_buckets(inside, _batch_shape(config), autocast=world.autocast)
+        settle_buckets(inside, batch, autocast=world.autocast)
         state.passes = lambda is_last: nullcontext() if is_last else inside.no_sync()
     if config.diloco.freeze:
         state.frozen = frozen_parameters(settings, model)
     return state
 
 
-def _data_parallel(config: TrainConfig, world: World, model: LanguageModel, forward: nn.Module) -> DataParallel:
+def _data_parallel(world: World, model: LanguageModel, forward: nn.Module, batch: tuple[int, int]) -> DataParallel:
+    """The baseline's synchronizer; `batch` is the shape (B, T) of the tokens of a pass."""
     if world.num_replicas == 1:  # its shards, if it has several, are averaged by FSDP2
         return DataParallel(model, forward, 1)
     if world.mesh is None:
-        return ReplicatedDataParallel(model, forward, _batch_shape(config), autocast=world.autocast)
+        return ReplicatedDataParallel(model, forward, batch, autocast=world.autocast)
     return ShardedDataParallel(model, forward, world.mesh.get_group("replica"))
-
-
-def _batch_shape(config: TrainConfig) -> tuple[int, int]:
-    """The shape (B, T) of the tokens of a pass."""
-    assert config.micro_batch is not None, "the config is resolved"
-    return config.micro_batch, config.sequence_length
 
 
 def _shard(model: LanguageModel, world: World) -> None:

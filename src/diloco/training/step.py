@@ -19,9 +19,7 @@ from diloco.engine.parameters import gathered
 from diloco.engine.streaming import StreamingDiLoCo, begin_logs
 from diloco.errors import TrainingError
 from diloco.outer.step import OuterStep
-from diloco.training.config.config import TrainConfig
-from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
-from diloco.training.optimizer import learning_rate
+from diloco.training.hardware import peak_memory_bytes
 from diloco.training.records.metrics import StepMetrics, describe
 from diloco.training.state import Synchronizer, TrainState
 from diloco.training.world import World
@@ -44,34 +42,38 @@ class BegunStep:
     sends: bool
     """True if something was sent."""
     outer_steps: Sequence[OuterStep]
+    log_layer_cosine: bool
+    """True if their cosines are measured for every block, too."""
     read_logs: Callable[[], Mapping[str, float]]
     """Reads the engine's logs, where fragment 0 was merged."""
 
 
-def begin_step(state: TrainState, batch: np.ndarray, config: TrainConfig, world: World) -> BegunStep:
+def begin_step(
+    state: TrainState, batch: np.ndarray, world: World, *, rate: float, log_layer_cosine: bool = False
+) -> BegunStep:
     """An inner step, and the outer steps that are due after it; after the last one, all that are in flight.
 
     Args:
         state: changed in place.
         batch: the process's share, int64 (B, T+1).
-        config: of the run.
         world: of this process.
+        rate: the step's learning rate.
+        log_layer_cosine: measure the outer gradients' cosine for every block, not only for every fragment.
 
     Raises:
         ExchangeError: if other replicas are gone.
     """
     sync, step = state.sync, state.step + 1
     blocked_before, sent_before, received_before = sync.blocked_seconds, sync.bytes_sent, sync.bytes_received
-    rate = learning_rate(config, state.standing.next_tokens / config.tokens_per_step)
-    loss_and_norm = begin_to_host(begin_inner_step(state, batch, config, world, rate))
-    outer_steps = [*sync.step(tokens=len(batch) * world.num_ranks * config.sequence_length)]
+    loss_and_norm = begin_to_host(begin_inner_step(state, batch, world, rate))
+    outer_steps = [*sync.step(tokens=batch[:, 1:].size * world.num_ranks)]
     sends = sync.bytes_sent > sent_before
     state.took(step)
     if state.is_over:
-        outer_steps += sync.finish()
+        outer_steps += sync.finish(close=True)
         state.took(step)  # with what was counted since
     for outer_step in outer_steps:
-        outer_step.begin(layer_cosine=config.log_layer_cosine)
+        outer_step.begin(layer_cosine=log_layer_cosine)
     blocked = torch.tensor(sync.blocked_seconds - blocked_before, dtype=torch.float64)
     if world.num_ranks > 1:
         blocked = world.group.reduce(to_device(blocked, world.device), largest=True)
@@ -85,6 +87,7 @@ def begin_step(state: TrainState, batch: np.ndarray, config: TrainConfig, world:
         bytes_received=sync.bytes_received - received_before,
         sends=sends,
         outer_steps=outer_steps,
+        log_layer_cosine=log_layer_cosine,
         read_logs=_begin_logs(sync, outer_steps),
     )
 
@@ -96,15 +99,12 @@ def _begin_logs(sync: Synchronizer, outer_steps: Sequence[OuterStep]) -> Callabl
     return begin_logs(cast(StreamingDiLoCo, sync))  # nothing else takes outer steps
 
 
-def end_step(
-    begun: BegunStep, state: TrainState, config: TrainConfig, world: World, *, since: float
-) -> StepMetrics:
+def end_step(begun: BegunStep, state: TrainState, world: World, *, since: float) -> StepMetrics:
     """Wait for a step, and measure it; steps end in the order in which they were begun.
 
     Args:
         begun: the step.
         state: the replica's, whose times are changed.
-        config: of the run.
         world: of this process.
         since: `time.perf_counter()` when the step before had ended, so that what lies between, such as logging,
             counts for this step.
@@ -114,7 +114,7 @@ def end_step(
         ExchangeError: if other replicas are gone.
     """
     loss, grad_norm = begun.read_loss_and_norm().tolist()
-    _check_finite(loss, grad_norm, begun.step, config, world)
+    _check_finite(loss, grad_norm, begun.step, state, world)
     mean_loss = None
     if state.mean_loss is not None:
         state.mean_loss.add(loss)
@@ -122,7 +122,7 @@ def end_step(
             state.mean_loss.send(begun.step)
         if begun.outer_steps:
             mean_loss = state.mean_loss.receive(max(o.sync.step for o in begun.outer_steps))
-    layers = config.log_layer_cosine
+    layers = begun.log_layer_cosine
     described = tuple(describe(o, log_layer_cosine=layers, names=world.name_of) for o in begun.outer_steps)
     blocked_seconds = begun.read_blocked().item()
     seconds = time.perf_counter() - since
@@ -141,14 +141,11 @@ def end_step(
         outer_steps=described,
         mean_loss=mean_loss,
         engine=begun.read_logs(),
-        model_flops_utilization=model_flops_utilization(config.step_flops, world.device, seconds),
         peak_memory_bytes=peak_memory_bytes(world.device),
     )
 
 
-def inner_step(
-    state: TrainState, batch: np.ndarray, config: TrainConfig, world: World, rate: float
-) -> tuple[float, float]:
+def inner_step(state: TrainState, batch: np.ndarray, world: World, rate: float) -> tuple[float, float]:
     """Train on a batch, int64 (B, T+1), at a learning rate, and wait for it.
 
     Returns:
@@ -157,14 +154,12 @@ def inner_step(
     Raises:
         TrainingError: if one of them is not finite; no parameter has changed then.
     """
-    loss, grad_norm = begin_inner_step(state, batch, config, world, rate).tolist()
-    _check_finite(loss, grad_norm, state.step + 1, config, world)
+    loss, grad_norm = begin_inner_step(state, batch, world, rate).tolist()
+    _check_finite(loss, grad_norm, state.step + 1, state, world)
     return loss, grad_norm
 
 
-def begin_inner_step(
-    state: TrainState, batch: np.ndarray, config: TrainConfig, world: World, rate: float
-) -> Tensor:
+def begin_inner_step(state: TrainState, batch: np.ndarray, world: World, rate: float) -> Tensor:
     """Train on a batch, int64 (B, T+1), at a learning rate; nothing is read on the host.
 
     Returns:
@@ -172,36 +167,35 @@ def begin_inner_step(
     """
     for group in state.optimizer.param_groups:
         group["lr"] = rate
-    loss_and_norm = gradients(state, batch, config, world)
+    loss_and_norm = gradients(state, batch, world)
     state.optimizer.step(found_inf=(~loss_and_norm.isfinite().all()).float())
     state.optimizer.zero_grad()
     return loss_and_norm
 
 
-def _check_finite(loss: float, grad_norm: float, step: int, config: TrainConfig, world: World) -> None:
+def _check_finite(loss: float, grad_norm: float, step: int, state: TrainState, world: World) -> None:
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise TrainingError(
             f"step {step}: the loss of replica {world.replica} is {loss:g} and its gradient norm "
-            f"{grad_norm:g}: lower optimizer.learning_rate (now {config.optimizer.learning_rate:g}) and start "
-            f"again, or look at {config.directory / f'metrics-{world.replica}.jsonl'}",
+            f"{grad_norm:g}: lower optimizer.learning_rate (now {state.inner.learning_rate:g}) and start again, "
+            f"or look at metrics-{world.replica}.jsonl in the run's directory",
             "optimizer.learning_rate",
         )
 
 
-def gradients(state: TrainState, batch: np.ndarray, config: TrainConfig, world: World) -> Tensor:
+def gradients(state: TrainState, batch: np.ndarray, world: World) -> Tensor:
     """Accumulate and clip the gradients of a batch; returns loss and norm as `begin_inner_step` does."""
-    assert config.micro_batch is not None, "the config is resolved"
-    micro_batches = to_device(torch.from_numpy(batch), world.device).split(config.micro_batch)
+    micro_batches = to_device(torch.from_numpy(batch), world.device).split(state.micro_batch)
     losses = []
     for index, window_BxT1 in enumerate(micro_batches):
         with state.passes(index == len(micro_batches) - 1):
             with torch.autocast(world.device.type, torch.bfloat16, enabled=world.autocast):
                 logits_BxTxV = state.forward(window_BxT1[:, :-1])
-            loss, objective = state.model.loss(logits_BxTxV, window_BxT1[:, 1:], config.optimizer.z_loss)
+            loss, objective = state.model.loss(logits_BxTxV, window_BxT1[:, 1:], state.inner.z_loss)
             (objective / len(micro_batches)).backward()
         losses.append(loss.detach())
     for parameter in state.frozen(state.step + 1):
         parameter.grad = None
-    grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.optimizer.clip_norm)
+    grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), state.inner.clip_norm)
     loss = world.group.reduce(torch.stack(losses).mean().double()) / world.num_ranks
     return torch.stack([loss, gathered(grad_norm).double()])

@@ -69,6 +69,7 @@ def meeting(config: TrainConfig) -> Iterator["StoreRendezvous"]:
             num_shares=elastic.num_shares,
             num_slots=elastic.num_slots,
             max_local_steps=elastic.max_local_steps,
+            step_tokens=config.process_batch * config.processes_per_replica * config.sequence_length,
             timeout_seconds=config.timeout_seconds,
             facts=facts_with_rendezvous(config) | text_facts(config.data.prepared).shared,
         )
@@ -299,9 +300,12 @@ def join(config: TrainConfig) -> Iterator[World]:
     rank, world_size, local_rank = _place()
     if world_size != config.num_processes:
         raise _wrong_number(config, world_size)
-    device = chosen_device(config, local_rank)
-    is_alone = world_size == 1
-    processes = nullcontext(alone(config, device)) if is_alone else _joined(config, device, rank, local_rank)
+    # Its collectives run on the GPU, where one process per GPU can take part.
+    shares = config.method != "data_parallel" and config.processes_per_replica == 1
+    device, is_alone = chosen_device(config.device, local_rank, shares=shares), world_size == 1
+    processes = (
+        nullcontext(alone(config.precision, device)) if is_alone else _joined(config, device, rank, local_rank)
+    )
     with processes as world, nullcontext() if config.rendezvous is None else meeting(config) as rendezvous:
         yield replace(world, rendezvous=rendezvous)
 
@@ -347,7 +351,7 @@ def _joined(config: TrainConfig, device: torch.device, rank: int, local_rank: in
     timeout, world_size = timedelta(seconds=config.timeout_seconds), config.num_processes
     try:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        names, seconds = partial(_name_of, config), config.timeout_seconds
+        names, seconds = partial(_name_of, config.processes_per_replica), config.timeout_seconds
         store = store_with_all(rank=rank, world_size=world_size, name_of=names, timeout_seconds=seconds)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         _agree_on_groups(config, world_size)
@@ -380,10 +384,10 @@ def _warn_of_open_ports() -> None:
     )
 
 
-def _name_of(config: TrainConfig, rank: int) -> str:
+def _name_of(processes_per_replica: int, rank: int) -> str:
     """The name of a process, by its number among all."""
-    replica, process = divmod(rank, config.processes_per_replica)
-    return f"replica {replica}" if config.processes_per_replica == 1 else f"process {process} of replica {replica}"
+    replica, process = divmod(rank, processes_per_replica)
+    return f"replica {replica}" if processes_per_replica == 1 else f"process {process} of replica {replica}"
 
 
 def _agree_on_groups(config: TrainConfig, world_size: int) -> None:
@@ -465,8 +469,8 @@ def _through_leaders(config: TrainConfig, same_rank: dist.ProcessGroup, inside: 
     )
 
 
-def alone(config: TrainConfig, device: torch.device | None = None) -> World:
-    """The world of one process, on its CPU if no device is named, without process groups."""
+def alone(precision: str = "auto", device: torch.device | None = None) -> World:
+    """The world of one process, without process groups; for a config's `precision`, and by default on the CPU."""
     exchange, device = LoopbackExchange(), device or torch.device("cpu")
     return World(
         exchange=exchange,
@@ -476,5 +480,5 @@ def alone(config: TrainConfig, device: torch.device | None = None) -> World:
         host_group=OneProcess(),
         device=device,
         is_first_on_machine=True,
-        autocast=use_autocast(config.precision, device),
+        autocast=use_autocast(precision, device),
     )

@@ -171,7 +171,8 @@ def start_lines(config: TrainConfig, budget: Budget | None) -> Iterator[str]:
         budget: as it was asked for; None for a resume that goes on with its own.
     """
     assert config.data.prepared is not None, "the config is resolved"
-    index, tokens_an_epoch = read_index(config.data.prepared), epoch_tokens(config, config.data.prepared)
+    index = read_index(config.data.prepared)
+    tokens_an_epoch = epoch_tokens(config.data.prepared, config.sequence_length)
     yield f"data  {config.data.prepared}, digest {index.digest[:16]}"
     if index.held_out_by_position:
         share = index.settings.held_out_fraction

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.data.shards import open_split
 from diloco.data.tokenizers import Tokenizer, load_tokenizer
 from diloco.errors import CheckpointError, UserError, setting
 from diloco.evaluation.questions import read_questions
@@ -22,7 +21,7 @@ from diloco.training.config.resolve import check_sizes
 from diloco.training.records.checkpoints import finished_steps, read, read_files
 from diloco.training.records.runs import check_text, read_config
 from diloco.training.records.store_runs import store_config, store_parameters
-from diloco.training.records.summary import OUTER_FILE, held_out_mean, held_out_windows, window_losses
+from diloco.training.records.summary import OUTER_FILE, open_held_out
 
 
 def run_parameters(
@@ -138,7 +137,7 @@ def finished_config(source: Path | str, prepared: Path | None) -> TrainConfig:
     config = read_config(Path(source))
     if prepared is not None:
         config = replace(config, data=replace(config.data, prepared=prepared))
-    check_text(config, field="prepared")
+    check_text(config.directory, config.data.prepared, field="prepared")
     return config
 
 
@@ -225,7 +224,9 @@ def evaluate_run(
     model.to(place)
     result: dict[str, Any] = {"run": str(source), "parameters": parameters, "step": step}
     if held_out:
-        result |= _held_out(model, config, place)
+        split = open_held_out(config)
+        measured = split.mean(split.losses(model, split.windows, place))
+        result |= {f"eval_{name.removeprefix('num_')}": value for name, value in asdict(measured).items()}
     result["tasks"] = {}
     if tasks:
         from diloco.evaluation.zero_shot import score_tasks
@@ -234,11 +235,3 @@ def evaluate_run(
         tokenizer, length = load_tokenizer(config.data.prepared), config.sequence_length
         result["tasks"] = score_tasks(model, tokenizer, tasks, max_length=length, device=place, limit=limit)
     return result
-
-
-def _held_out(model: LanguageModel, config: TrainConfig, device: torch.device) -> dict[str, Any]:
-    assert config.data.prepared is not None, "a run's config is resolved"
-    split = open_split(config.data.prepared, "held_out")
-    losses = window_losses(model, split, held_out_windows(split, config), config, device)
-    measured = held_out_mean(losses, split, config)
-    return {f"eval_{name.removeprefix('num_')}": value for name, value in asdict(measured).items()}

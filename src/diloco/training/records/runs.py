@@ -6,7 +6,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -23,7 +23,7 @@ from diloco.training.config.config import TrainConfig, differences, fields_with,
 from diloco.training.config.resolve import TextFacts, resolve, resolved, text_facts
 from diloco.training.optimizer import learning_rate
 from diloco.training.processes import under_a_launcher
-from diloco.training.records.checkpoints import Checkpoints, finished_steps
+from diloco.training.records.checkpoints import finished_steps
 from diloco.training.records.summary import OUTER_FILE, SUMMARY_FILE
 from diloco.training.world import World
 
@@ -148,28 +148,28 @@ def _runs_near(directory: Path) -> str:
     return f"; did you mean {names[matches[0]]}?" if matches else ""
 
 
-def check_text(config: TrainConfig, *, field: str) -> None:
+def check_text(directory: Path, prepared: Path | None, *, field: str) -> None:
     """Refuse a run whose text is gone, and other text than it was started on.
 
     Args:
-        config: of the run.
+        directory: of the run.
+        prepared: directory of the text.
         field: the setting that names the text's directory.
 
     Raises:
         UserError: if it is gone, or the facts of the text differ.
         FileError: if the text's index can't be read.
     """
-    assert config.data.prepared is not None, "a run's config is resolved"
-    if not (config.data.prepared / INDEX_FILE).exists():
+    assert prepared is not None, "a run's config is resolved"
+    if not (prepared / INDEX_FILE).exists():
         raise UserError(
-            f"the data of run {config.name} is no longer in {config.data.prepared}: name its directory by {field}",
-            field,
+            f"the data of run {directory.name} is no longer in {prepared}: name its directory by {field}", field
         )
-    started, here = _text_at_start(config.directory), text_facts(config.data.prepared)
+    started, here = _text_at_start(directory), text_facts(prepared)
     if here != started:
         raise UserError(
             f"the run was started on data with digest {started.digest} and {started.num_tokens:,} tokens of "
-            f"training text, and {config.data.prepared} has {here.digest} and {here.num_tokens:,}: name the "
+            f"training text, and {prepared} has {here.digest} and {here.num_tokens:,}: name the "
             f"directory with the same text by {field}",
             field,
         )
@@ -234,7 +234,7 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
     now = resolve(asked, vocab_size=saved.model.vocab_size, prepared=asked.data.prepared)
     for name, (old, value) in differences(saved, now).items():
         _check_change(directory, asked, name, old, value)
-    check_text(asked, field="data.prepared")
+    check_text(asked.directory, asked.data.prepared, field="data.prepared")
     return asked
 
 
@@ -256,15 +256,21 @@ def _check_change(directory: Path, asked: TrainConfig, name: str, old: Any, valu
         )
 
 
-def newest_common_step(config: TrainConfig, world: World, checkpoints: Checkpoints) -> int:
+def newest_common_step(directory: Path, world: World, saved: Sequence[int], *, steps_apart: int) -> int:
     """The newest step that every replica holds; 0 if none has saved any, since all share the initial state.
+
+    Args:
+        directory: of the run's checkpoints.
+        world: of this process.
+        saved: the steps that this process holds.
+        steps_apart: the largest number of steps by which a replica may be ahead of another.
 
     Raises:
         UserError: if a replica lacks checkpoints that it has saved.
     """
-    held = share(world.everyone, checkpoints.steps(), list[int])
+    held = share(world.everyone, [*saved], list[int])
     for replica in range(world.num_replicas):
-        if not set(finished_steps(config.checkpoints, replica)) <= set(held[replica * world.num_ranks]):
+        if not set(finished_steps(directory, replica)) <= set(held[replica * world.num_ranks]):
             raise UserError(
                 f"this machine holds checkpoints of replica {replica}, which now runs elsewhere: "
                 "start each machine with the node rank it had"
@@ -272,7 +278,7 @@ def newest_common_step(config: TrainConfig, world: World, checkpoints: Checkpoin
     common = set.intersection(*map(set, held))
     newest = max((max(steps, default=0) for steps in held), default=0)
     # Every replica has taken these steps, and should have saved what another has saved at them.
-    taken = {step for steps in held for step in steps if step <= newest - config.steps_apart}
+    taken = {step for steps in held for step in steps if step <= newest - steps_apart}
     if taken and not common:
         raise UserError(
             f"no step is held by every replica (they hold {', '.join(map(str, held[:: world.num_ranks]))}): "
@@ -381,7 +387,7 @@ def with_phase(saved: TrainConfig, asked: TrainConfig, step: int) -> TrainConfig
         asked: the resume's.
         step: the last that was taken; 0 begins anew.
     """
-    rate = learning_rate(saved, step) if step else 0.0
+    rate = learning_rate(saved.optimizer, step, num_steps=saved.num_steps) if step else 0.0
     return replace(asked, optimizer=replace(asked.optimizer, start_step=step, start_rate=rate))
 
 

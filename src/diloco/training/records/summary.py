@@ -11,8 +11,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from diloco.data.shards import TokenShards
-from diloco.data.tokenizers import load_tokenizer
+from diloco.data.shards import TokenShards, open_split
+from diloco.data.tokenizers import Tokenizer, load_tokenizer
 from diloco.engine.parameters import gathered
 from diloco.errors import UserError
 from diloco.evaluation.likelihoods import HeldOutLoss, held_out_loss, sequence_losses
@@ -30,6 +30,7 @@ from diloco.training.world import World
 
 if TYPE_CHECKING:
     from diloco.rendezvous.log.run import RunState
+    from diloco.rendezvous.store_rendezvous import StoreRendezvous
 
 OUTER_FILE = "outer.safetensors"
 """The file of the final outer parameters in a run's directory."""
@@ -113,6 +114,10 @@ class Summary:
     """bf16, bf16-params or fp32."""
     contributors: Mapping[str, Contributor] = field(default_factory=dict)
     """With a rendezvous, the replicas whose work the outer steps have counted, by name."""
+    entry: Count | None = None
+    """With a rendezvous, the entry of the log after which these are the outer parameters."""
+    closed: bool | None = None
+    """With a rendezvous, true if that entry closes the run: no outer step follows it."""
 
 
 @dataclass(frozen=True)
@@ -125,55 +130,69 @@ class Outcome:
     """Text sampled from the model with the outer parameters."""
 
 
-def evaluate(
-    state: TrainState, config: TrainConfig, world: World, held_out: TokenShards, *, together: bool
-) -> HeldOutLoss:
+@dataclass(frozen=True)
+class HeldOut:
+    """The windows of the held-out text on which a run is evaluated."""
+
+    text: TokenShards
+    """The held-out split."""
+    sequence_length: int
+    """Tokens that are predicted in a window."""
+    windows: Sequence[int]
+    """Their numbers, spread evenly over the text; at least one per process."""
+    batch: int
+    """Windows a forward pass."""
+
+    def losses(self, model: LanguageModel, windows: Sequence[int], device: torch.device) -> list[float]:
+        """The mean loss of each window, nats per token."""
+        batches = (
+            np.stack(
+                [self.text.window(window, self.sequence_length) for window in windows[start : start + self.batch]]
+            )
+            for start in range(0, len(windows), self.batch)
+        )
+        return sequence_losses(model, batches, device)
+
+    def mean(self, losses: Sequence[float]) -> HeldOutLoss:
+        """The held-out loss of windows whose losses are known."""
+        bytes_per_token = self.text.num_bytes / self.text.num_tokens
+        return held_out_loss(losses, sequence_length=self.sequence_length, bytes_per_token=bytes_per_token)
+
+
+def open_held_out(config: TrainConfig) -> HeldOut:
+    """The held-out text of a resolved config.
+
+    Raises:
+        UserError: if the text is gone, or has fewer windows than the run has processes.
+    """
+    assert config.data.prepared is not None, "the config is resolved"
+    text, length, num_processes = (
+        open_split(config.data.prepared, "held_out"),
+        config.sequence_length,
+        config.num_processes,
+    )
+    available = text.num_windows(length)
+    if available < num_processes:
+        raise UserError(
+            f"the held-out text has {available} sequences of {length} tokens, fewer than the {num_processes} "
+            "processes: raise data.held_out_fraction, or lower sequence_length",
+            *("sequence_length", "data.held_out_fraction"),
+        )
+    count = min(available, max(num_processes, config.evaluation.num_tokens // length))
+    return HeldOut(text, length, [k * available // count for k in range(count)], config.evaluation.batch)
+
+
+def evaluate(state: TrainState, world: World, held_out: HeldOut, *, together: bool) -> HeldOutLoss:
     """Held-out loss of the outer parameters on this process's share of the text, or together on all of it."""
-    windows = held_out_windows(held_out, config)
-    rank, num_ranks = world.everyone.replica, world.everyone.num_replicas
-    mine = windows[rank::num_ranks]
+    windows, rank, num_ranks = held_out.windows, world.everyone.replica, world.everyone.num_replicas
+    mine = [*windows[rank::num_ranks]]
     # All processes of a replica must take the same number of passes: a shorter share repeats a window.
     padded = mine + mine[-1:] * (-(-len(windows) // num_ranks) - len(mine))
     with state.sync.outer_parameters_applied():
-        losses = window_losses(state.model, held_out, padded, config, world.device)[: len(mine)]
+        losses = held_out.losses(state.model, padded, world.device)[: len(mine)]
     if together:
         losses = [loss for share_of_one in share(world.everyone, losses, list[float]) for loss in share_of_one]
-    return held_out_mean(losses, held_out, config)
-
-
-def window_losses(
-    model: LanguageModel, held_out: TokenShards, windows: Sequence[int], config: TrainConfig, device: torch.device
-) -> list[float]:
-    """The mean loss of each window, nats per token, by forward passes of `evaluation.batch` of them."""
-    size, length = config.evaluation.batch, config.sequence_length
-    batches = (
-        np.stack([held_out.window(window, length) for window in windows[start : start + size]])
-        for start in range(0, len(windows), size)
-    )
-    return sequence_losses(model, batches, device)
-
-
-def held_out_mean(losses: Sequence[float], held_out: TokenShards, config: TrainConfig) -> HeldOutLoss:
-    """The held-out loss of windows whose losses are known."""
-    bytes_per_token = held_out.num_bytes / held_out.num_tokens
-    return held_out_loss(losses, sequence_length=config.sequence_length, bytes_per_token=bytes_per_token)
-
-
-def held_out_windows(held_out: TokenShards, config: TrainConfig) -> list[int]:
-    """The windows to evaluate on, spread evenly over the held-out text; at least one per process.
-
-    Raises:
-        UserError: if the text has fewer windows than the run has processes.
-    """
-    available = held_out.num_windows(config.sequence_length)
-    if available < config.num_processes:
-        raise UserError(
-            f"the held-out text has {available} sequences of {config.sequence_length} tokens, fewer than the "
-            f"{config.num_processes} processes: raise data.held_out_fraction, or lower sequence_length",
-            *("sequence_length", "data.held_out_fraction"),
-        )
-    count = min(available, max(config.num_processes, config.evaluation.num_tokens // config.sequence_length))
-    return [k * available // count for k in range(count)]
+    return held_out.mean(losses)
 
 
 def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss) -> Outcome | None:
@@ -196,7 +215,9 @@ def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOut
     # A model that is sharded may fit on no device whole.
     model = state.model if world.mesh is None else config.model.build(seed=config.seed)
     model.load_state_dict(outer)
-    return Outcome(summary, _sample(model, config))
+    assert config.data.prepared is not None, "the config is resolved"
+    tokenizer = load_tokenizer(config.data.prepared)
+    return Outcome(summary, _sample(model, tokenizer, context=config.sequence_length, seed=config.seed))
 
 
 def _summary(
@@ -204,7 +225,8 @@ def _summary(
 ) -> dict[str, Any]:
     num_params = sum(parameter.numel() for parameter in state.model.parameters())
     num_trained = sum(parameter.numel() for parameter in state.model.parameters() if parameter.requires_grad)
-    counted = {} if world.rendezvous is None else contributors(world.rendezvous.state)
+    rendezvous = world.rendezvous
+    counted = {} if rendezvous is None else contributors(rendezvous.state)
     num_replicas = len(counted) or config.num_replicas
     utilization = model_flops_utilization(config.step_flops, world.device, state.seconds / state.step)
     replica_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
@@ -230,14 +252,20 @@ def _summary(
         "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_trained, num_replicas) * state.step,
         "device": world.device.type,
         "precision": "bf16" if world.autocast else "fp32" if config.precision == "auto" else config.precision,
-    } | ({"contributors": {name: asdict(part) for name, part in counted.items()}} if counted else {})
+    } | ({} if rendezvous is None else _of_the_log(rendezvous, counted))
 
 
-def _sample(model: LanguageModel, config: TrainConfig, num_tokens: int = 200) -> str:
-    assert config.data.prepared is not None, "the config is resolved"
-    tokenizer = load_tokenizer(config.data.prepared)
-    length, vocab_size = config.sequence_length, tokenizer.vocab_size
+def _of_the_log(rendezvous: "StoreRendezvous", counted: Mapping[str, Contributor]) -> dict[str, Any]:
+    """The results of a run whose replicas come and go, which its log tells."""
+    return {
+        "contributors": {name: asdict(part) for name, part in counted.items()},
+        "entry": rendezvous.entry,
+        "closed": rendezvous.is_closed,
+    }
+
+
+def _sample(model: LanguageModel, tokenizer: Tokenizer, *, context: int, seed: int, num_tokens: int = 200) -> str:
     device = next(model.parameters()).device
-    writer = Writer(model, context=length, device=device, vocab_size=vocab_size, seed=config.seed)
+    writer = Writer(model, context=context, device=device, vocab_size=tokenizer.vocab_size, seed=seed)
     writer.read([tokenizer.bos_id])
     return tokenizer.decode([*generate(writer, num_tokens)])
