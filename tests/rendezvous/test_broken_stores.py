@@ -7,14 +7,15 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from obstore.exceptions import AlreadyExistsError
 from tests.engine.test_elastic import counted, until
 from tests.rendezvous.handwritten import Handwritten
-from tests.rendezvous.replay import replayed
-from tests.rendezvous.replicas import P, Replica, theta0
+from tests.rendezvous.replay import chain
+from tests.rendezvous.replicas import P, Replica
 
 import diloco
 from diloco.errors import DilocoError, UserError
@@ -23,7 +24,7 @@ from diloco.rendezvous.log.entries import Leave, Snapshot
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import ENTRY, begun, sealed_entry
 from diloco.rendezvous.objects import PAYLOAD, seal_snapshot, snapshot_name
-from diloco.rendezvous.replay import replayed as verified
+from diloco.rendezvous.replay import replayed
 from diloco.rendezvous.store import Store
 
 
@@ -168,7 +169,7 @@ def test_what_is_no_file_under_the_next_name_ends_replicas_and_a_replay(make, ki
     assert sentence in end_of(ours)
     started = time.monotonic()
     with pytest.raises(DilocoError, match=sentence):
-        verified(str(tmp_path))
+        replayed(str(tmp_path))
     assert time.monotonic() - started < 5
 
 
@@ -200,14 +201,20 @@ def make_large(path: Path) -> None:
     path.write_bytes(bytes(1 << 24))
 
 
-@pytest.mark.parametrize("make", [make_garbage, make_large, Path.mkdir, make_pipe])
+CUT = {"combine": "reduce_scatter", "num_shares": 4}
+
+
+@pytest.mark.parametrize(
+    ("make", "suffix", "settings"),
+    [*((make, "", {}) for make in (make_garbage, make_large, Path.mkdir, make_pipe)), (make_garbage, "-2", CUT)],
+)
 def test_a_payload_whose_name_is_taken_gets_the_next(
-    make: Callable[[Path], object], tmp_path: Path, caplog
+    make: Callable[[Path], object], suffix: str, settings: dict[str, Any], tmp_path: Path, caplog
 ) -> None:
-    replicas = [Replica(str(tmp_path), name=name, snapshot_rounds=1000) for name in "ab"]
+    replicas = [Replica(str(tmp_path), name=name, snapshot_rounds=1000, **settings) for name in "ab"]
     until(lambda: min(counted(replicas[0])) >= 0, *replicas)
     first = max(counted(replicas[0])) + 6
-    taken = [PAYLOAD.name(0, first), PAYLOAD.name(0, first + 1)]
+    taken = [f"{PAYLOAD.name(0, number)}{suffix}" for number in (first, first + 1)]
     for name in taken:
         make(tmp_path / name)
     with caplog.at_level(logging.WARNING, "diloco"):
@@ -216,8 +223,8 @@ def test_a_payload_whose_name_is_taken_gets_the_next(
     assert all(f"{name} was written by somebody else" in messages for name in taken)
     for replica in replicas:
         replica.finish()
-    seqs = [c["seq"] for c in replayed(tmp_path, theta0()).contributions if c["replica"] == 0]
-    assert not {first, first + 1} & set(seqs)
+    parts = [part for entry in chain(tmp_path) for part in entry["body"].get("contributions", ())]
+    assert not {first, first + 1} & {part["seq"] for part in parts if part["replica"] == 0}
 
 
 def test_a_replica_whose_leave_was_forged_says_so(tmp_path: Path) -> None:

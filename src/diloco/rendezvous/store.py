@@ -630,8 +630,14 @@ class _Retry:
         await asyncio.sleep(pause)
 
 
+_THREADS = threading.BoundedSemaphore(512)
+"""Bound of the threads that wait for a file server."""
+
+
 async def _aside(function: Callable[[], T]) -> T:
     """The result of a function in a thread that keeps no process alive: a file server may never answer."""
+    if not _THREADS.acquire(blocking=False):
+        raise OSError(errno.EAGAIN, "too many threads wait for the file server")
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # who does not wait any more can't cancel it
 
@@ -640,6 +646,8 @@ async def _aside(function: Callable[[], T]) -> T:
             future.set_result(function())
         except BaseException as error:
             future.set_exception(error)
+        finally:
+            _THREADS.release()
 
     threading.Thread(target=run, name="diloco store", daemon=True).start()
     return await asyncio.wrap_future(future)
