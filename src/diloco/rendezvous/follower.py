@@ -393,6 +393,8 @@ class Follower:
         """The entry that closes the run, if this replica may write it now: it names its own Θ."""
         if self._closes_at is None or (self.state.active and time.monotonic() < self._closes_at):
             return None
+        if self.state.members[self._own].fenced:
+            return None  # the replica that has taken its place can
         bases = self.bases
         if [applied for applied, _ in bases] != [log.round for log in self.state.fragments]:
             return None  # the training thread has not taken the last outer steps yet

@@ -259,7 +259,7 @@ class RunState:
 
     def refusal_of_joiner(self, body: Join) -> str | None:
         """The reason why a replica can't join; None if it can."""
-        if self.finished:
+        if self.closed:
             return "joins a run that has ended"
         if self.creator and body.key not in self.allowed:
             return f"joins {body.name} with a key that is not on the run's allow-list"
@@ -348,6 +348,8 @@ class RunState:
             FencedError: if the entry ends it: another has its name or its slot, or its key was revoked.
         """
         body, member = entry.body, self.members[own]
+        if member.left:
+            return  # it only waits for the end of the run, which others can close
         if isinstance(body, Keys) and member.key in body.revoked:
             raise FencedError(f"the key of {member.name} was revoked by the run's creator: this replica ends")
         if isinstance(body, Join) and body.name == member.name:
