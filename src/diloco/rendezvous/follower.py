@@ -254,7 +254,8 @@ class Follower:
     @property
     def closed(self) -> Sequence[str]:
         """`RunState.closed`, once all decisions are handed over; empty before."""
-        return self.state.closed if self.delivery.is_done else ()
+        closed = self.state.closed  # read first: from now on nothing is put into the delivery, if there are any
+        return closed if closed and self.delivery.is_done else ()
 
     def taken(self) -> list[Decision]:
         """The decisions since the last call, in the log's order; called by the training thread."""
