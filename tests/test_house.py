@@ -213,6 +213,25 @@ def test_only_the_command_line_spells_flags():
     assert not wrong, "\n".join(wrong)
 
 
+def test_files_of_text_name_their_encoding():
+    """A locale's own is ASCII in some containers."""
+    wrong = []
+    for path in sources():
+        for node in nodes(path):
+            match node:
+                case ast.Call(func=ast.Attribute(attr="read_text" | "write_text"), keywords=keywords):
+                    is_text = True
+                case ast.Call(
+                    func=ast.Attribute(attr="open"), args=[] | [ast.Constant()] as mode, keywords=keywords
+                ):
+                    is_text = not (mode and "b" in str(mode[0].value))
+                case _:
+                    continue
+            if is_text and "encoding" not in [keyword.arg for keyword in keywords]:
+                wrong.append(f"{place(path)}:{node.lineno} {ast.unparse(node)}")
+    assert not wrong, "\n".join(wrong)
+
+
 IMPORTED_ALONE = """
 import importlib, sys
 for name in sys.argv[1:]:
