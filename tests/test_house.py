@@ -284,3 +284,18 @@ def test_torch_loads_nothing_but_weights():
                 case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load"), keywords=keywords):
                     given = [ast.unparse(keyword) for keyword in keywords]
                     assert "weights_only=True" in given, f"{path}, line {node.lineno}"
+
+
+def test_every_tensor_names_its_dtype_and_device():
+    """Else a script that sets torch's default dtype or device would change what is computed."""
+    makers = "zeros|ones|empty|full|tensor|arange|linspace|rand|randn|randint|randperm|eye"
+    maker = re.compile(rf"torch\.({makers})")
+    wrong = [
+        f"{path.relative_to(ROOT).as_posix()}:{node.lineno}"
+        for path in all_files()
+        if path.is_relative_to(PACKAGE)
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and maker.fullmatch(ast.unparse(node.func))
+        if not {"dtype", "device"} <= {keyword.arg for keyword in node.keywords}
+    ]
+    assert not wrong, "\n".join(wrong)

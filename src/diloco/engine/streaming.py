@@ -511,8 +511,8 @@ class StreamingDiLoCo:
         """Refuse a method that needs θ in the model where Θ stands in its place."""
         if self._stands_in:
             raise UserError(
-                f"engine.{method}() inside outer_parameters_applied(), where the model has Θ in the place of "
-                "its own parameters: call it after the context, which is for evaluating and for saving a model"
+                f"engine.{method}() inside outer_parameters_applied(), where the model has Θ in the place of its "
+                "own parameters: call it after the context, which is to evaluate, and to save a model to ship"
             )
 
     def _check_sound(self) -> None:
@@ -569,7 +569,7 @@ def begin_logs(engine: StreamingDiLoCo) -> Callable[[], dict[str, float]]:
     """Start computing an engine's logs as of now; the returned function waits for them."""
     membership, replica = engine._membership, engine._replica
     errors = replica.record.codec_errors(replica.settings.wire)
-    none = torch.zeros(2, device=replica.parameters.device)
+    none = torch.zeros(2, dtype=torch.float32, device=replica.parameters.device)
     squares = torch.stack([_squared_distance(membership), *(none if errors is None else errors)])
     squares, counted = begin_to_host(replica.parameters.group.reduce(squares)), _counters(membership)
 
@@ -586,7 +586,7 @@ def begin_logs(engine: StreamingDiLoCo) -> Callable[[], dict[str, float]]:
 def _squared_distance(membership: Membership) -> Tensor:
     """‖θ − Θ‖² over the elements that this process holds."""
     parameters = membership.replica.parameters
-    total = torch.zeros((), device=parameters.device)
+    total = torch.zeros((), dtype=torch.float32, device=parameters.device)
     for p, home_N in enumerate(membership.replica.state.at_home(OUTER)):
         outer_N = home_N.to(parameters.device)
         delta_N = parameters.outer_gradient(p, outer_N, torch.empty_like(outer_N))

@@ -134,7 +134,7 @@ def measure_link(
     rounds, together = count(1), beside or exchange
 
     def exchange_seconds(num_bytes: int, times: int) -> float:
-        payload = torch.zeros(num_bytes, dtype=torch.uint8)
+        payload = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         others = {replica: payload for replica in range(exchange.num_replicas) if replica != exchange.replica}
         share(together, None)  # all begin at once
         times_seconds = [time.perf_counter()]
@@ -249,7 +249,8 @@ def load_gradient(path: Path) -> Tensor:
     """
     with reading(path, "gradient"):
         tensors = load_file(path)
-    return torch.cat([torch.zeros(0), *(tensors[name].reshape(-1).float() for name in sorted(tensors))])
+    nothing = torch.zeros(0, dtype=torch.float32, device="cpu")
+    return torch.cat([nothing, *(tensors[name].reshape(-1).float() for name in sorted(tensors))])
 
 
 def demo_gradient(recipe_name: str = "laptop") -> Tensor:

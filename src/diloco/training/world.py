@@ -393,7 +393,7 @@ def _name_of(processes_per_replica: int, rank: int) -> str:
 def _agree_on_groups(config: TrainConfig, world_size: int) -> None:
     """Compare the settings that decide which groups there are, before any is made."""
     names = ("num_replicas", "shards_per_replica", "ddp_per_replica", "num_connections")
-    mine = torch.tensor([getattr(config, name) for name in names])
+    mine = torch.tensor([getattr(config, name) for name in names], dtype=torch.int64, device="cpu")
     gathered = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(gathered, mine)
     everyones = [tuple(theirs.tolist()) for theirs in gathered]
@@ -439,7 +439,8 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
         # Data-Parallel sums gradients where they are; the payloads of an engine travel on gloo.
         between = group(by_rank, backend=None) if config.method == "data_parallel" else same_rank
         groups, names = [between, own_device_group], ("replica", "shard")
-        mesh = DeviceMesh.from_group(groups, device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)
+        ranks_MxS = torch.tensor(ranks, dtype=torch.int64, device="cpu")
+        mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks_MxS, mesh_dim_names=names)
     elif config.ddp_per_replica > 1 and num_replicas > 1:
         others = _through_leaders(config, same_rank, group(ranks))
     others = others or exchange(same_rank, config.num_connections)
