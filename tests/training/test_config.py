@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from tests.training.cases import resolved
 
 from diloco.models.decoder_config import DecoderConfig
 from diloco.training.config.config import (
@@ -126,10 +127,6 @@ def test_the_ladder_recipes_follow_the_published_power_laws():
     assert scaling_laws("35M", num_replicas=3).global_batch == 3 * 16
 
 
-def resolved(config: TrainConfig) -> TrainConfig:
-    return resolve(config, vocab_size=257, prepared=Path("prepared"))
-
-
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
@@ -140,28 +137,24 @@ def resolved(config: TrainConfig) -> TrainConfig:
     ],
 )
 def test_a_method_fills_in_the_values_that_were_left_out(method, expected):
-    diloco = resolved(replace(tiny(), method=method)).diloco
+    diloco = resolved(method=method).diloco
     assert (diloco.overlap_steps, diloco.fragments, diloco.mixing, diloco.wire) == expected
 
 
 def test_values_that_were_given_stay():
     settings = DilocoConfig(sync_every=10, overlap_steps=7, mixing=0.25, wire="bf16")
-    assert resolved(replace(tiny(), method="diloco", diloco=settings)).diloco == replace(
-        settings, fragments="whole"
-    )
+    assert resolved(method="diloco", diloco=settings).diloco == replace(settings, fragments="whole")
 
 
 def test_the_length_of_the_run_sets_warm_up_and_weight_decay():
-    config = resolved(tiny())
+    config = resolved()
     assert config.num_steps == 60
     assert (config.optimizer.warmup_steps, config.optimizer.weight_decay) == (6, 1 / 60)
 
 
 @pytest.mark.parametrize(("every_steps", "expected"), [(20, 3), (5, 5), (1, 13), (0, 3)])
 def test_left_out_as_many_checkpoints_are_kept_as_replicas_apart_need(every_steps, expected):
-    assert (
-        resolved(replace(tiny(), checkpoint=CheckpointConfig(every_steps=every_steps))).checkpoint.keep == expected
-    )
+    assert resolved(checkpoint=CheckpointConfig(every_steps=every_steps)).checkpoint.keep == expected
 
 
 def test_a_run_is_known_by_its_settings_and_not_by_its_name_or_place():

@@ -6,18 +6,14 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from tests.processes import run_replicas
-from tests.training.cases import world_on_cpu
+from tests.training.cases import narrow, resolved, share_of, tokens_of, world_on_cpu
 
 from diloco.engine.parameters import gathered
-from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
 from diloco.training.config.config import DilocoConfig, TrainConfig
-from diloco.training.config.recipes import tiny
-from diloco.training.config.resolve import resolve
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import inner_step
@@ -29,16 +25,7 @@ SAVED, LAST = 9, 15
 
 def config_of(S: int, wire: str, combine: str, D: int = 1) -> TrainConfig:
     diloco = DilocoConfig(sync_every=6, layers_per_fragment=1, overlap_steps=(1, 5), wire=wire, combine=combine)
-    config = replace(
-        tiny(),
-        shards_per_replica=S,
-        ddp_per_replica=D,
-        model=DecoderConfig(num_layers=2, num_heads=2, width=32),
-        diloco=diloco,
-        precision="fp32",
-        num_tokens=LAST * 8 * 64,
-    )
-    return resolve(config, vocab_size=257, prepared=Path())
+    return narrow(shards_per_replica=S, ddp_per_replica=D, diloco=diloco, num_tokens=LAST * 8 * 64)
 
 
 def begin(config: TrainConfig, folder: Path) -> tuple[World, TrainState, Checkpoints]:
@@ -49,10 +36,7 @@ def begin(config: TrainConfig, folder: Path) -> tuple[World, TrainState, Checkpo
 def advance(state: TrainState, config: TrainConfig, world: World, last: int) -> list[float]:
     losses = []
     for step in range(state.step + 1, last + 1):
-        tokens = np.random.default_rng(step).integers(0, 257, (config.global_batch, config.sequence_length + 1))
-        tokens = np.sort(tokens)  # something to learn
-        share = np.split(tokens, config.num_processes)[world.everyone.replica]
-        losses.append(inner_step(state, share, world, 1e-3)[0])
+        losses.append(inner_step(state, share_of(config, world, step), world, 1e-3)[0])
         state.sync.step()
         state.step = step
     return losses
@@ -130,9 +114,7 @@ def test_a_state_is_taken_up_by_processes_that_share_a_batch(tmp_path):
 
 def train_alone(S: int, also_compiled: bool) -> tuple[list[float], str]:
     """Losses and outer hash; compiled, the first losses are the same."""
-    config = resolve(
-        replace(config_of(S, "fp32", "gather"), num_replicas=1, micro_batch=None), vocab_size=257, prepared=Path()
-    )
+    config = resolved(config_of(S, "fp32", "gather"), num_replicas=1, micro_batch=None)
     # One layer: half of what is compiled.
     model = replace(config.model, num_layers=1)
     config = replace(config, model=model, diloco=replace(config.diloco, overlap_steps=2))
@@ -183,7 +165,7 @@ def train_the_next_fragment_alone() -> list[tuple[set[int], set[int]]]:
     world, state, _ = begin(config, Path())
     trained = []
     for step in range(1, LAST + 1):
-        tokens = np.random.default_rng((step, world.replica)).integers(0, 257, (4, 33))
+        tokens = tokens_of(config, config.process_batch, step, world.replica)
         before = {name: parameter.detach().clone() for name, parameter in state.model.named_parameters()}
         inner_step(state, tokens, world, 1e-3)
         changed = {

@@ -3,17 +3,15 @@
 import copy
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.training.cases import rate
+from tests.training.cases import rate, resolved, tokens_of
 
 from diloco.errors import TrainingError
 from diloco.training.config.config import AdamWConfig
 from diloco.training.config.recipes import tiny
-from diloco.training.config.resolve import resolve
 from diloco.training.state import initial_state
 from diloco.training.step import inner_step
 from diloco.training.world import alone
@@ -32,13 +30,11 @@ OPTIMIZER = AdamWConfig(
 
 
 def config_of(micro_batch: int | None = None, optimizer: AdamWConfig = OPTIMIZER):
-    unresolved = replace(tiny(), num_replicas=1, precision="fp32", micro_batch=micro_batch, optimizer=optimizer)
-    return resolve(unresolved, vocab_size=257, prepared=Path())
+    return resolved(num_replicas=1, precision="fp32", micro_batch=micro_batch, optimizer=optimizer)
 
 
 def batch_of(config, step: int) -> np.ndarray:
-    tokens = np.random.default_rng(step).integers(0, 257, (config.global_batch, config.sequence_length + 1))
-    return np.sort(tokens)
+    return tokens_of(config, config.global_batch, step)
 
 
 def by_hand(config, model, num_steps: int):
@@ -93,7 +89,7 @@ def test_a_loss_that_is_not_finite_leaves_the_parameters_alone():
 
 
 def test_the_learning_rate_warms_up_to_the_peak_and_ends_at_five_percent():
-    config = resolve(tiny(), vocab_size=257, prepared=Path())
+    config = resolved()
     peak = config.optimizer.learning_rate
     rates = [rate(config, step) for step in range(1, 61)]
     assert rates[:6] == pytest.approx([peak * step / 6 for step in range(1, 7)])
@@ -103,8 +99,7 @@ def test_the_learning_rate_warms_up_to_the_peak_and_ends_at_five_percent():
 
 
 def test_wsd_stays_at_the_peak_and_decays_in_the_last_steps():
-    asked = replace(tiny(), optimizer=replace(tiny().optimizer, schedule="wsd", decay_fraction=0.25))
-    config = resolve(asked, vocab_size=257, prepared=Path())
+    config = resolved(optimizer=replace(tiny().optimizer, schedule="wsd", decay_fraction=0.25))
     peak = config.optimizer.learning_rate
     rates = [rate(config, step) for step in range(1, 61)]
     assert rates[:6] == pytest.approx([peak * step / 6 for step in range(1, 7)])
