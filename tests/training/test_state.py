@@ -1,9 +1,10 @@
-"""A replica's state, saved on one number of shards and taken up on another."""
+"""A replica's state, saved on one number of shards and taken up on another; and how far a run is."""
 
 import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -13,9 +14,10 @@ from tests.training.cases import narrow, resolved, share_of, tokens_of, world_on
 
 from diloco.engine.parameters import gathered
 from diloco.outer.digest import parameters_hash
+from diloco.schedule import Schedule
 from diloco.training.config.config import DilocoConfig, TrainConfig
 from diloco.training.records.checkpoints import Checkpoints
-from diloco.training.state import TrainState, initial_state
+from diloco.training.state import ElasticProgress, Standing, TrainState, initial_state
 from diloco.training.step import inner_step
 from diloco.training.world import World
 
@@ -183,3 +185,37 @@ def test_only_the_fragment_that_is_sent_next_is_trained():
     for trained in run_replicas(train_the_next_fragment_alone, M):
         assert all(changed == due for changed, due in trained)
         assert {frozenset(due) for _, due in trained} == {frozenset({p}) for p in range(3)}
+
+
+def elastic_progress(num_others: int, budget: int) -> tuple[ElasticProgress, SimpleNamespace, list[int]]:
+    """Progress of one of several replicas with 3 fragments; the engine that it looks at; its questions."""
+    own_tokens = resolved(num_replicas=1).tokens_per_step
+    settings = SimpleNamespace(
+        fragments=(None,) * 3, schedule=Schedule(num_fragments=3, sync_every=6, overlap_steps=1)
+    )
+    engine = SimpleNamespace(settings=settings, num_steps=0, _membership=SimpleNamespace(uncounted_tokens=0.0))
+    run = SimpleNamespace(active=range(1 + num_others), finished=False)
+    rendezvous = SimpleNamespace(state=run, counted_tokens=0)
+    questions = []
+
+    def of_first(num_numbers, read):
+        numbers = [int(number) for number in read()]
+        questions.append(num_numbers)
+        assert len(numbers) == num_numbers
+        return numbers
+
+    world = SimpleNamespace(rendezvous=rendezvous, of_first=of_first)
+    return ElasticProgress(engine, world, num_tokens=budget * own_tokens, own_tokens=own_tokens), engine, questions
+
+
+def test_replicas_that_come_and_go_know_tokens_rate_and_end_of_one_question():
+    progress, engine, questions = elastic_progress(num_others=2, budget=6)
+    per_step = resolved(num_replicas=1).tokens_per_step
+    seen = []
+    for step in (1, 2):
+        engine.num_steps, engine._membership.uncounted_tokens = step, float(step * per_step)
+        seen.append(progress.after(step))
+    assert questions == [3, 3]
+    assert seen == [Standing(3 * per_step, 6 * per_step, False), Standing(6 * per_step, 9 * per_step, True)]
+    progress._rendezvous.state.active = range(1)
+    assert progress.after(2) == seen[1], "it never goes back when replicas leave"
