@@ -180,11 +180,6 @@ def test_learning_rate_and_progress_never_go_back(eventful):
         assert rates == sorted(rates, reverse=True)
 
 
-def test_a_replicas_directory_is_that_of_a_run(eventful):
-    model, step = run_parameters(eventful.directory, "outer")
-    assert step == STEPS and sum(parameter.numel() for parameter in model.parameters())
-
-
 @pytest.mark.parametrize(
     ("change", "field"),
     [
