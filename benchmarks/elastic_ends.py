@@ -120,7 +120,8 @@ def rows_of(server: Server, run: int, output: Path, num_steps: int) -> list[Row]
         row |= {"exit_code": process.returncode, "last_entry": last_entry}
         if (file := runs / name / "summary.json").exists():
             row |= differences(json.loads(file.read_text()), runs / name / "outer.safetensors", outer, loss)
-        row["sentence"] = " ".join(errors[name].splitlines()[-1:])
+        lines = [line for line in errors[name].splitlines() if "diloco: " in line or "ends with" in line]
+        row["sentence"] = " ".join(lines)
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows

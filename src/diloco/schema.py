@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from diloco.errors import FileError, UserError
+from diloco.files import reading
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number of things; it fits 64 bits."""
@@ -44,11 +45,8 @@ def read_bytes(path: Path, *, most_bytes: int) -> bytes:
     Raises:
         FileError: if the file can't be read, or is larger.
     """
-    try:
-        with path.open("rb") as file:
-            content = file.read(most_bytes + 1)
-    except OSError as error:
-        raise FileError(f"{path} can't be read: {error.strerror or error}") from error
+    with reading(path), path.open("rb") as file:
+        content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise FileError(f"{path} can't be read: it has more than {most_bytes:,} bytes")
     return content

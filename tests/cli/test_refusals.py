@@ -65,7 +65,7 @@ train TEXT --config out.toml                       => --name='../out' must be 1 
 data prepare --output new --cache old              => --prepared and --cache mean nothing here
 bench wire --values 0                              => --values=0 must be at least 1
 bench wire --wires fp8                             => --wires=fp8: 'fp8' is not a codec
-bench wire --gradient nowhere.safetensors          => nowhere.safetensors is no safetensors file
+bench wire --gradient nowhere.safetensors          => nowhere.safetensors can't be read: No such file
 
 eval run --limit 0                                 => --limit=0 must be at least 1
 eval nowhere --limit 5                             => --limit=5 means nothing without --tasks or --data
@@ -166,7 +166,7 @@ chat RUN --max-tokens 0                            => --max-tokens=0 must be at 
 eval RUN --data nowhere.jsonl                      => nowhere.jsonl can't be read: No such file
 """
 OF_A_STORE = """
-store verify RUN --initial nowhere                 => --initial=nowhere can't be read as safetensors
+store verify RUN --initial nowhere                 => --initial=nowhere can't be read: No such file
 eval RUN                                           => the run is a program's own, and does not describe its model
 eval RUN --parameters average                      => the run is a program's own
 export RUN --to hf --output x                      => the run is a program's own

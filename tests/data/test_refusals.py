@@ -183,7 +183,7 @@ FIXED: list[tuple[Act, str, str]] = [
     (tokenizer("large.json", ": 259", ": 2147483648"), r"large\.json has ids up to 2147483648: they must", ""),
     (
         tokenizer("long.json", "{", "{" + " " * 2**17),
-        r"long\.json has more than 65,536 bytes: name another file",
+        r"long\.json can't be read: it has more than 65,536 bytes",
         "",
     ),
     *(

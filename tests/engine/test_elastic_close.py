@@ -126,6 +126,21 @@ def test_another_closes_the_run_where_the_first_that_ends_it_dies(tmp_path) -> N
     waiting.join(30)
 
 
+def test_a_replica_that_joins_after_all_have_died_closes_the_run(tmp_path) -> None:
+    ours, other = Replica(str(tmp_path), name="ours"), Replica(str(tmp_path), name="other")
+    until(lambda: min(min(counted(ours)), min(counted(other))) >= 0, ours, other)
+    waiting = until_it_waits(ours)  # for the other one
+    for replica in (ours, other):
+        replica.vanish()
+    again = hurried(Replica(str(tmp_path), name="ours"))
+    assert again.exchange.state.finished
+    again.step()
+    again.finish()
+    assert again.exchange.is_closed
+    assert again.engine.outer_hash() == parameters_hash(replay_of(tmp_path).parameters())
+    waiting.join(30)
+
+
 def test_a_replica_that_trains_on_after_the_end_is_told_so_and_ends_with_it(tmp_path, caplog) -> None:
     ours, slow = hurried(Replica(str(tmp_path), name="ours")), Replica(str(tmp_path), name="slow")
     until(lambda: min(min(counted(ours)), min(counted(slow))) >= 0, ours, slow)

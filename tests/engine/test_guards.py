@@ -114,7 +114,7 @@ def test_equal_outer_gradients_are_refused():
 
 
 def train_two_alike(combine: str, same_data: bool) -> tuple[int, str | None]:
-    """Replicas 0 and 2 have no gradient of fragment 0, and its weights decay; `same_data`: they read the same."""
+    """Replicas 0 and 2 get no gradient for fragment 0, whose weights decay; `same_data` is theirs."""
     replica = dist.get_rank()
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(32, 32)) for _ in range(2)])

@@ -1,4 +1,3 @@
-import math
 from unittest.mock import patch
 
 import pytest
@@ -53,17 +52,6 @@ def test_a_gpu_has_kernels_where_triton_is_and_plain_torch_elsewhere(monkeypatch
     assert isinstance(module._rows(torch.empty(1, 1)), module._Pieces)
     monkeypatch.setattr(module, "gpu_rows", lambda: None)
     assert isinstance(module._rows(there), module._Pieces)
-
-
-def test_the_gradient_is_that_of_finite_differences():
-    logits, target = case(2, 5, torch.float32)
-    x = logits.clone().requires_grad_()
-    cross_entropy(x, target, 0.1)[1].backward()
-    for place in range(10):
-        step = torch.zeros(10)
-        step[place] = 1e-2
-        ends = [cross_entropy(logits + way * step.view(2, 5), target, 0.1)[1].item() for way in (1, -1)]
-        assert math.isclose((ends[0] - ends[1]) / 2e-2, x.grad.view(-1)[place].item(), abs_tol=1e-3)
 
 
 class Largest(TorchDispatchMode):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from diloco.models.decoder import causal_attention, rotary, rotate
+from diloco.models.decoder import causal_attention
 from diloco.models.decoder_config import DecoderConfig, ladder
 
 SMALL = DecoderConfig(num_layers=2, num_heads=2, width=16, vocab_size=11)
@@ -55,22 +55,6 @@ def turned(x):
     angle = torch.arange(x.shape[1])[:, None] * 10_000.0 ** (-torch.arange(half) / half)
     z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
     return torch.cat([z.real, z.imag], -1)
-
-
-def test_the_future_does_not_change_the_past():
-    model = SMALL.build(seed=0)
-    tokens = torch.randint(0, 11, (1, 8))
-    changed = tokens.clone()
-    changed[0, 5] = (tokens[0, 5] + 1) % 11
-    torch.testing.assert_close(model(tokens)[0, :5], model(changed)[0, :5])
-    assert not torch.allclose(model(tokens)[0, 5], model(changed)[0, 5])
-
-
-def test_rope_depends_on_distance_alone():
-    rotation = rotary(12, 8, torch.device("cpu"))
-    q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
-    turned_q, turned_k = (rotate(x.expand(1, 1, 12, 8), rotation)[0, 0] for x in (q, k))
-    torch.testing.assert_close(turned_q[3] @ turned_k[1], turned_q[10] @ turned_k[8])
 
 
 def test_bfloat16_autocast_rounds_and_nothing_else():

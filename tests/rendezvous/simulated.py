@@ -139,10 +139,8 @@ class Run:
             self._catch_up()
         state = self.referee.state
         if not self.living or not state.is_complete:
-            assert state.finished or self.keyed or not state.is_complete, "nobody can join"
+            assert self.keyed or not state.is_complete, "nobody can join"
             return
-        if state.finished and self.rules.quorum == "all":
-            return  # nobody can take the place of a replica that died after the end
         for _ in range(2 * (OVERLAP + PATIENCE + 2)):
             for replica in self.living:
                 replica.train(1)

@@ -3,7 +3,7 @@
 import pytest
 from tests.rendezvous.cases import AMOUNTS, Log
 
-from diloco.rendezvous.log.entries import Join, Leave
+from diloco.rendezvous.log.entries import Close, Join, Leave
 
 
 def slots(log: Log) -> list[int]:
@@ -98,6 +98,8 @@ def test_joiners_are_refused_with_the_reason():
     greedy = {"step_tokens": 1 << 30, "most_steps": 1 << 11}
     assert "declares more tokens" in plain.state.refusal_of_joiner(Join(name="b", key="", **greedy))
     plain.add(Leave(finished=True), 0)
+    assert plain.state.refusal_of_joiner(Join(name="b", key="", **AMOUNTS)) is None, "it may have to close the run"
+    plain.add(Close(outer=("0" * 16,)), 0)
     assert "has ended" in plain.state.refusal_of_joiner(Join(name="b", key="", **AMOUNTS))
 
 

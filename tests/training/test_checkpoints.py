@@ -97,12 +97,6 @@ def test_a_damaged_checkpoint_is_refused_with_the_way_out(checkpoints, tmp_path,
     assert checkpoints.facts(1)["step"] == 3
 
 
-def test_a_checkpoint_without_checksums_was_never_finished(checkpoints, tmp_path):
-    save(checkpoints, 1)
-    (tmp_path / "replica-0" / "step-00000001.sha256").unlink()
-    assert checkpoints.steps() == []
-
-
 def test_a_checkpoint_is_written_to_its_end_when_the_run_fails(checkpoints):
     with pytest.raises(ZeroDivisionError), checkpoints:
         checkpoints.save(7, FACTS, {"tensor": torch.zeros(3_000_000)})

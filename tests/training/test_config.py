@@ -1,11 +1,11 @@
 """The config of a run: written and read, resolved, compared, and made from a recipe and a file."""
 
-import hashlib
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from tests.training.cases import resolved
 
 from diloco.models.decoder_config import DecoderConfig
 from diloco.training.config.config import (
@@ -23,7 +23,6 @@ from diloco.training.config.config import (
 from diloco.training.config.recipes import RECIPES, laptop, recipe, scaling_laws, tiny
 from diloco.training.config.resolve import (
     Budget,
-    identity,
     parse_tokens,
     read_config_file,
     resolve,
@@ -91,25 +90,6 @@ def test_fields_with_a_trait_are_named_with_its_value():
         fields_with(Outer, "colum")
 
 
-def test_a_new_field_with_a_default_changes_no_digest():
-    @dataclass(frozen=True)
-    class Before:
-        size: int
-        rate: float = 0.5
-
-    @dataclass(frozen=True)
-    class After:
-        size: int
-        rate: float = 0.5
-        clip: float | None = None
-
-    def digest(config) -> str:
-        return hashlib.sha256(json.dumps(differences_from_defaults(config), sort_keys=True).encode()).hexdigest()
-
-    assert differences_from_defaults(Before(3)) == {"size": 3}
-    assert digest(Before(3, 0.25)) == digest(After(3, 0.25)) != digest(After(3, 0.25, 1.0))
-
-
 def test_every_recipe_is_a_run_that_can_be_resolved():
     for make in RECIPES.values():
         config = make()
@@ -126,10 +106,6 @@ def test_the_ladder_recipes_follow_the_published_power_laws():
     assert scaling_laws("35M", num_replicas=3).global_batch == 3 * 16
 
 
-def resolved(config: TrainConfig) -> TrainConfig:
-    return resolve(config, vocab_size=257, prepared=Path("prepared"))
-
-
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
@@ -140,40 +116,24 @@ def resolved(config: TrainConfig) -> TrainConfig:
     ],
 )
 def test_a_method_fills_in_the_values_that_were_left_out(method, expected):
-    diloco = resolved(replace(tiny(), method=method)).diloco
+    diloco = resolved(method=method).diloco
     assert (diloco.overlap_steps, diloco.fragments, diloco.mixing, diloco.wire) == expected
 
 
 def test_values_that_were_given_stay():
     settings = DilocoConfig(sync_every=10, overlap_steps=7, mixing=0.25, wire="bf16")
-    assert resolved(replace(tiny(), method="diloco", diloco=settings)).diloco == replace(
-        settings, fragments="whole"
-    )
+    assert resolved(method="diloco", diloco=settings).diloco == replace(settings, fragments="whole")
 
 
 def test_the_length_of_the_run_sets_warm_up_and_weight_decay():
-    config = resolved(tiny())
+    config = resolved()
     assert config.num_steps == 60
     assert (config.optimizer.warmup_steps, config.optimizer.weight_decay) == (6, 1 / 60)
 
 
 @pytest.mark.parametrize(("every_steps", "expected"), [(20, 3), (5, 5), (1, 13), (0, 3)])
 def test_left_out_as_many_checkpoints_are_kept_as_replicas_apart_need(every_steps, expected):
-    assert (
-        resolved(replace(tiny(), checkpoint=CheckpointConfig(every_steps=every_steps))).checkpoint.keep == expected
-    )
-
-
-def test_a_run_is_known_by_its_settings_and_not_by_its_name_or_place():
-    config = tiny()
-    assert not {"method", "diloco.wire", "name", "data.cache"} & identity(config).keys()
-    assert identity(replace(config, diloco=replace(config.diloco, wire="int8")))["diloco.wire"] == "int8"
-    data = replace(config.data, cache=Path("elsewhere"))
-    same = replace(config, name="a", runs=Path("b"), recipe="c", timeout_seconds=5.0, data=data)
-    assert identity(same) == identity(config)
-    assert identity(replace(config, diloco=replace(config.diloco, wire="e3m0"))) == identity(config)
-    for change in ({"seed": 1}, {"precision": "fp32"}, {"method": "streaming"}, {"num_tokens": 61440}):
-        assert identity(replace(config, **change)) != identity(config)
+    assert resolved(checkpoint=CheckpointConfig(every_steps=every_steps)).checkpoint.keep == expected
 
 
 def test_replicas_may_differ_in_where_they_compute_and_in_nothing_that_is_computed():

@@ -1,19 +1,15 @@
 """The baseline on real processes: replicas of one process, and sharded ones."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.processes import run_replicas
-from tests.training.cases import world_on_cpu
+from tests.training.cases import narrow, share_of, world_on_cpu
 
 from diloco.engine.parameters import gathered
-from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
 from diloco.training.config.config import TrainConfig
-from diloco.training.config.recipes import tiny
-from diloco.training.config.resolve import resolve
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.state import TrainState, initial_state
@@ -24,25 +20,15 @@ SAVED, LAST = 2, 4
 
 
 def config_of(num_replicas: int, num_shards: int = 1) -> TrainConfig:
-    unresolved = replace(
-        tiny(),
-        num_replicas=num_replicas,
-        shards_per_replica=num_shards,
-        model=DecoderConfig(num_layers=2, num_heads=2, width=32),
-        method="data_parallel",
-        micro_batch=1,
-        precision="fp32",
-    )
-    return resolve(unresolved, vocab_size=257, prepared=Path())
+    processes = {"num_replicas": num_replicas, "shards_per_replica": num_shards}
+    return narrow(**processes, method="data_parallel", micro_batch=1)
 
 
 def advance(state: TrainState, config: TrainConfig, world: World, last: int) -> list[tuple[float, float]]:
     """The loss of the replica, and the norm of the average gradient, at each step."""
     losses = []
     for step in range(state.step + 1, last + 1):
-        tokens = np.random.default_rng(step).integers(0, 257, (config.global_batch, config.sequence_length + 1))
-        share = np.split(np.sort(tokens), config.num_processes)[world.everyone.replica]
-        losses.append(inner_step(state, share, world, 1e-3))
+        losses.append(inner_step(state, share_of(config, world, step), world, 1e-3))
         assert state.sync.step() == ()
         state.step = step
     return losses
@@ -89,8 +75,7 @@ def test_replicas_are_one_with_the_whole_batch_and_resume_bit_for_bit(tmp_path, 
     assert state.forward is state.model, "a replica alone has nobody to average with"
     whole = []
     for step in range(1, LAST + 1):
-        tokens = np.random.default_rng(step).integers(0, 257, (config.global_batch, config.sequence_length + 1))
-        whole.append(inner_step(state, np.sort(tokens), world, 1e-3))
+        whole.append(inner_step(state, share_of(config, world, step), world, 1e-3))
     assert np.mean([losses for losses, *_ in processes], axis=0) == pytest.approx(np.array(whole), rel=1e-5)
     num_params = sum(parameter.numel() for parameter in state.model.parameters())
     for _, parameters, outer_hash, counters, resumed_alike in processes:

@@ -1,15 +1,12 @@
 """Errors of torch, explained."""
 
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.training.cases import resolved
 
 from diloco.errors import ExchangeError, TrainingError
-from diloco.training.config.recipes import tiny
-from diloco.training.config.resolve import resolve
 from diloco.training.loop import lack_of_memory_explained, lost_processes_named
 from diloco.training.world import alone
 
@@ -24,14 +21,14 @@ def too_much_for_a_gpu() -> None:
 
 @pytest.mark.parametrize("allocate", [too_much, too_much_for_a_gpu])
 def test_a_lack_of_memory_names_the_settings_that_take_it(allocate):
-    config = resolve(replace(tiny(), num_replicas=1, name="r"), vocab_size=257, prepared=Path())
+    config = resolved(num_replicas=1, name="r")
     expected = r"not enough memory on its cpu: .*micro_batch \(now 8\).*resume runs/r \(.*allocate.*\)$"
     with pytest.raises(TrainingError, match=expected), lack_of_memory_explained(config, alone(config.precision)):
         allocate()
 
 
 def test_other_errors_pass():
-    config = resolve(replace(tiny(), num_replicas=1), vocab_size=257, prepared=Path())
+    config = resolved(num_replicas=1)
     with pytest.raises(RuntimeError, match=r"^shapes"), lack_of_memory_explained(config, alone(config.precision)):
         raise RuntimeError("shapes differ")
 

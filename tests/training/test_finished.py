@@ -93,13 +93,6 @@ def test_parameters_that_were_trained_in_bfloat16_are_read(small_corpus, tmp_pat
         assert torch.equal(value, outer[name]), "those of the last checkpoint"
 
 
-def test_a_run_that_is_not_over_is_evaluated_at_its_newest_checkpoint(unfinished, finished_run):
-    at_end = run_parameters(finished_run, "outer")[0].state_dict()
-    from_checkpoint, step = run_parameters(unfinished, "outer")
-    assert step == read_config(finished_run).num_steps
-    assert all(torch.equal(value, at_end[name]) for name, value in from_checkpoint.state_dict().items())
-
-
 def test_a_run_is_evaluated_at_an_earlier_checkpoint(finished_run):
     steps = finished_steps(read_config(finished_run).checkpoints, 0)
     for which in WHICH:

@@ -6,13 +6,13 @@ from itertools import chain
 
 import pytest
 import torch
+from tests.training.cases import resolved
 from tests.training.runs import summary
 
 from diloco.models.decoder_config import DecoderConfig
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.forecast import activation_bytes, device_bytes, fitted, forecast
-from diloco.training.config.recipes import PAPER_RECIPES, recipe, tiny
-from diloco.training.config.resolve import resolve
+from diloco.training.config.recipes import PAPER_RECIPES, recipe
 from diloco.training.records.runs import read_config
 
 
@@ -24,8 +24,8 @@ def test_the_bytes_are_those_that_the_run_sent(finished_run):
 
 
 @pytest.mark.parametrize(("method", "num_copies"), [("streaming", 6), ("data_parallel", 4)])
-def test_memory_counts_a_copy_for_parameters_gradients_moments_and_outer_state(tmp_path, method, num_copies):
-    config = resolve(replace(tiny(), method=method), vocab_size=257, prepared=tmp_path)
+def test_memory_counts_a_copy_for_parameters_gradients_moments_and_outer_state(method, num_copies):
+    config = resolved(method=method)
     result = forecast(config)
     assert result.state_bytes == num_copies * 4 * result.num_params
     assert result.logits_bytes == 2 * 2 * 4 * 64 * 257
@@ -33,9 +33,8 @@ def test_memory_counts_a_copy_for_parameters_gradients_moments_and_outer_state(t
     assert (result.schedule is None) == (method == "data_parallel")
 
 
-def test_data_parallel_sends_at_every_step(tmp_path):
-    config = resolve(replace(tiny(), method="data_parallel"), vocab_size=257, prepared=tmp_path)
-    result = forecast(config)
+def test_data_parallel_sends_at_every_step():
+    result = forecast(resolved(method="data_parallel"))
     assert result.bytes_sent == result.data_parallel_bytes == 60 * result.sync_bytes[0]
 
 

@@ -1,18 +1,16 @@
 import io
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from tests.training.cases import resolved
 from tests.training.test_metrics import metrics
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from diloco.models.decoder_config import DecoderConfig
 from diloco.report.terminal.training import TrainingProgress
-from diloco.training.config.recipes import tiny
-from diloco.training.config.resolve import resolve
 from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
 
 
@@ -25,7 +23,7 @@ def test_the_operations_of_a_token_are_three_times_those_that_torch_counts_in_a_
 
 
 def test_utilization_is_what_is_done_over_what_can_be_done(monkeypatch):
-    config = resolve(tiny(), vocab_size=257, prepared=Path())
+    config = resolved()
     assert model_flops_utilization(config.step_flops, torch.device("cpu"), 0.1) is None
     assert peak_memory_bytes(torch.device("cpu")) is None
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
@@ -38,7 +36,7 @@ def test_utilization_is_what_is_done_over_what_can_be_done(monkeypatch):
 
 
 def test_progress_shows_what_is_known_of_the_gpu():
-    config = resolve(tiny(), vocab_size=257, prepared=Path())
+    config = resolved()
     step = replace(metrics(60), tokens=config.num_tokens)
     lines = []
     for known in ({}, {"model_flops_utilization": 0.5, "peak_memory_bytes": 3_200_000_000}):

@@ -1,17 +1,14 @@
 """The mean loss of all replicas, in a run and after a resume."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tests.engine.cases import exchange
 from tests.processes import run_replicas
-from tests.training.cases import begin, world_on_cpu
+from tests.training.cases import begin, resolved, tokens_of, world_on_cpu
 
 from diloco.training.config.config import DilocoConfig, TrainConfig
-from diloco.training.config.recipes import tiny
-from diloco.training.config.resolve import resolve
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.records.metrics import MeanLoss
 from diloco.training.state import TrainState, initial_state
@@ -44,8 +41,7 @@ def test_replicas_average_their_losses_since_the_last_sync():
 def fresh() -> tuple[TrainConfig, World, TrainState]:
     """Replicas that merge 1 and 4 steps after a send: after steps 5, 6, 8, 10, 11, 13 and 15."""
     diloco = DilocoConfig(sync_every=5, layers_per_fragment=2, overlap_steps=(1, 4))
-    config = replace(tiny(), diloco=diloco, num_tokens=LAST * 8 * 64, precision="fp32")
-    config = resolve(config, vocab_size=257, prepared=Path())
+    config = resolved(diloco=diloco, num_tokens=LAST * 8 * 64, precision="fp32")
     world = world_on_cpu(config)
     return config, world, initial_state(config, world)
 
@@ -54,8 +50,7 @@ def advance(config: TrainConfig, world: World, state: TrainState, *saved: Checkp
     """The metrics of the steps that are left, but for times."""
     measured = []
     while not state.is_over:
-        generator = np.random.default_rng((state.step, world.replica))
-        tokens = np.sort(generator.integers(0, 257, (config.process_batch, config.sequence_length + 1)))
+        tokens = tokens_of(config, config.process_batch, state.step, world.replica)
         metrics = asdict(end_step(begin(state, tokens, config, world), state, world, since=0.0))
         measured.append({name: metrics[name] for name in ("step", "loss", "mean_loss", "bytes_sent")})
         for checkpoints in saved if state.step in SAVED else ():

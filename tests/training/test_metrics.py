@@ -20,18 +20,19 @@ OUTER = {
 }
 
 
+NUMBERS = {
+    "loss": 2.0,
+    "learning_rate": 1e-3,
+    "grad_norm": 1.0,
+    "step_seconds": 0.1,
+    "blocked_seconds": 0.0,
+    "bytes_sent": 0,
+    "bytes_received": 0,
+}
+
+
 def metrics(step: int) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        tokens=10 * step,
-        loss=2.0,
-        learning_rate=1e-3,
-        grad_norm=1.0,
-        step_seconds=0.1,
-        blocked_seconds=0.0,
-        bytes_sent=0,
-        bytes_received=0,
-    )
+    return StepMetrics(step=step, tokens=10 * step, **NUMBERS)
 
 
 def steps_in(path) -> list[int]:
@@ -43,18 +44,8 @@ def test_a_line_a_step_with_the_names_of_the_fields(tmp_path):
     log = MetricsLog(tmp_path, 1, after_step=0, trackers=[tensorboard])
     log.write(replace(metrics(1), outer_steps=(OuterStepMetrics(**OUTER),)))
     log.close()
-    assert json.loads((tmp_path / "metrics-1.jsonl").read_text()) == {
-        "step": 1,
-        "tokens": 10,
-        "loss": 2.0,
-        "learning_rate": 1e-3,
-        "grad_norm": 1.0,
-        "step_seconds": 0.1,
-        "blocked_seconds": 0.0,
-        "bytes_sent": 0,
-        "bytes_received": 0,
-        "outer_steps": [OUTER],
-    }
+    written = json.loads((tmp_path / "metrics-1.jsonl").read_text())
+    assert written == {"step": 1, "tokens": 10, **NUMBERS, "outer_steps": [OUTER]}
     assert list((tmp_path / "tensorboard" / "replica-1").iterdir())
 
 
@@ -103,25 +94,8 @@ def test_trackers_get_the_curves_of_a_step(tmp_path):
     log.write(replace(metrics(3), outer_steps=(outer,), mean_loss=2.5, engine={"codec_error": 0.25}))
     log.close()
     assert recording.closed
-    assert recording.logged == [
-        (
-            3,
-            {
-                "tokens": 30,
-                "loss": 2.0,
-                "learning_rate": 1e-3,
-                "grad_norm": 1.0,
-                "step_seconds": 0.1,
-                "blocked_seconds": 0.0,
-                "bytes_sent": 0,
-                "bytes_received": 0,
-                "mean_loss": 2.5,
-                "tokens_per_second": 100.0,
-                "engine/codec_error": 0.25,
-                "outer_gradient_norm/fragment_2": 0.5,
-            },
-        )
-    ]
+    more = {"mean_loss": 2.5, "engine/codec_error": 0.25, "outer_gradient_norm/fragment_2": 0.5}
+    assert recording.logged == [(3, {"tokens": 30, **NUMBERS, **more, "tokens_per_second": 100.0})]
     line = json.loads((tmp_path / "metrics-0.jsonl").read_text())
     assert line["engine"] == {"codec_error": 0.25} and line["mean_loss"] == 2.5
 

@@ -4,22 +4,19 @@ import json
 import shutil
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from tests.training.cases import rate
+from tests.training.cases import rate, resolved
 from tests.training.runs import lines, run, summary
 
 from diloco.errors import UserError
 from diloco.training.config.config import with_value
 from diloco.training.config.recipes import tiny
-from diloco.training.config.resolve import resolve
 from diloco.training.records.runs import schedule_changes, with_phase
 
 
-def resolved(**optimizer):
-    asked = replace(tiny(), optimizer=replace(tiny().optimizer, **optimizer))
-    return resolve(asked, vocab_size=257, prepared=Path())
+def scheduled(**optimizer):
+    return resolved(optimizer=replace(tiny().optimizer, **optimizer))
 
 
 def asked(saved, **changes):
@@ -29,7 +26,7 @@ def asked(saved, **changes):
 
 def continued(saved, asked, step):
     """The resolved config of a new phase."""
-    return resolve(with_phase(saved, asked, step), vocab_size=257, prepared=Path())
+    return resolved(with_phase(saved, asked, step))
 
 
 def test_an_extended_run_warms_up_from_where_it_was_and_ends_at_five_percent():
@@ -44,7 +41,7 @@ def test_an_extended_run_warms_up_from_where_it_was_and_ends_at_five_percent():
 
 
 def test_wsd_before_its_decay_stays_at_the_peak_until_the_new_one():
-    saved = resolved(schedule="wsd", decay_fraction=0.25)
+    saved = scheduled(schedule="wsd", decay_fraction=0.25)
     config = continued(saved, asked(saved, num_tokens=2 * saved.num_tokens), 40)
     rates = [rate(config, step) for step in range(40, 121)]
     assert set(rates[:61]) == {config.optimizer.learning_rate}, "the last quarter of 80 steps decays"
@@ -62,7 +59,7 @@ def test_a_second_phase_begins_where_the_first_is():
 
 
 def test_a_warm_up_of_as_many_steps_as_the_saved_one_is_kept_where_it_is_asked_for():
-    saved = resolved(warmup_steps=3)
+    saved = scheduled(warmup_steps=3)
     longer = asked(saved, num_tokens=2 * saved.num_tokens)
     assert continued(saved, longer, 60).optimizer.warmup_steps == 6
     assert continued(saved, with_value(longer, "optimizer.warmup_steps", 3), 60).optimizer.warmup_steps == 3
@@ -71,7 +68,7 @@ def test_a_warm_up_of_as_many_steps_as_the_saved_one_is_kept_where_it_is_asked_f
 def test_a_run_from_its_first_step_has_the_schedule_of_its_new_length():
     saved = resolved()
     config = continued(saved, asked(saved, num_tokens=2 * saved.num_tokens), 0)
-    expected = resolve(replace(tiny(), num_tokens=2 * saved.num_tokens), vocab_size=257, prepared=Path())
+    expected = resolved(num_tokens=2 * saved.num_tokens)
     assert [rate(config, t) for t in range(121)] == [rate(expected, t) for t in range(121)]
 
 

@@ -36,20 +36,16 @@ from diloco.training.world import join
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "sentence"),
+    ("rank", "num_ranks", "exit_code", "sentence"),
     [
-        (1, "replica 1 ended with exit code 1"),
-        (-signal.SIGKILL, "replica 1 was killed by SIGKILL (out of memory?)"),
-        (-signal.SIGSEGV, "replica 1 was killed by SIGSEGV"),
+        (1, 1, 1, "replica 1 ended with exit code 1"),
+        (1, 1, -signal.SIGKILL, "replica 1 was killed by SIGKILL (out of memory?)"),
+        (1, 1, -signal.SIGSEGV, "replica 1 was killed by SIGSEGV"),
+        (5, 2, 1, "replica 2, process 1, ended with exit code 1"),
     ],
 )
-def test_a_replica_that_ends_without_a_word_is_named(exit_code, sentence):
-    assert str(_explain(1, exit_code, nothing_sent(), processes_per_replica=1)) == sentence
-
-
-def test_a_process_that_ends_without_a_word_is_named():
-    error = _explain(5, 1, nothing_sent(), processes_per_replica=2)
-    assert str(error) == "replica 2, process 1, ended with exit code 1"
+def test_a_process_that_ends_without_a_word_is_named(rank, num_ranks, exit_code, sentence):
+    assert str(_explain(rank, exit_code, nothing_sent(), processes_per_replica=num_ranks)) == sentence
 
 
 def nothing_sent() -> Connection:

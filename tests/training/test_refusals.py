@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.training.cases import resolved
 
 from diloco.errors import UserError
 from diloco.schema import flat
@@ -26,7 +26,7 @@ from diloco.training.config.config import (
 )
 from diloco.training.config.forecast import fitted
 from diloco.training.config.recipes import recipe, scaling_laws, tiny
-from diloco.training.config.resolve import Budget, epochs, parse_tokens, read_config_file, resolve, with_budget
+from diloco.training.config.resolve import Budget, epochs, parse_tokens, read_config_file, with_budget
 from diloco.training.measure import load_gradient, measurable, measure_wire
 
 HUGE = 1 << 40
@@ -177,7 +177,7 @@ def refusals() -> Iterator[tuple[Callable[[], object], str]]:
     for section, values, sentence in SECTIONS:
         yield partial(section, **values), sentence
     for config, sentence in RESOLVED:
-        yield partial(resolve, config, vocab_size=257, prepared=Path()), sentence
+        yield partial(resolved, config), sentence
     for changes, sentence in JSON:
         yield partial(from_json, TrainConfig, json.loads(json.dumps(to_json(tiny()))) | changes), sentence
     yield from OTHERS
@@ -212,7 +212,7 @@ def test_a_file_that_holds_no_gradient_is_refused(content, tmp_path):
     path = tmp_path / "gradient.safetensors"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(UserError, match=r"gradient\.safetensors is no safetensors file"):
+    with pytest.raises(UserError, match=r"gradient\.safetensors can't be read: "):
         load_gradient(path)
 
 
@@ -229,5 +229,5 @@ def test_a_file_that_holds_no_gradient_is_refused(content, tmp_path):
 def test_sizes_beyond_the_memory_are_refused_with_fields_and_bytes(changes, fields):
     refused = pytest.raises(UserError, match=r"alone take [\d,]+ bytes, and no machine has more than [\d,]+")
     with refused as refusal:
-        resolve(replace(tiny(), **changes), vocab_size=257, prepared=Path())
+        resolved(**changes)
     assert refusal.value.fields[: len(fields)] == fields

@@ -1,25 +1,23 @@
-"""A replica's state, saved on one number of shards and taken up on another."""
+"""A replica's state, saved on one number of shards and taken up on another; and how far a run is."""
 
 import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from tests.processes import run_replicas
-from tests.training.cases import world_on_cpu
+from tests.training.cases import narrow, resolved, share_of, tokens_of, world_on_cpu
 
 from diloco.engine.parameters import gathered
-from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
+from diloco.schedule import Schedule
 from diloco.training.config.config import DilocoConfig, TrainConfig
-from diloco.training.config.recipes import tiny
-from diloco.training.config.resolve import resolve
 from diloco.training.records.checkpoints import Checkpoints
-from diloco.training.state import TrainState, initial_state
+from diloco.training.state import ElasticProgress, Standing, TrainState, initial_state
 from diloco.training.step import inner_step
 from diloco.training.world import World
 
@@ -29,16 +27,7 @@ SAVED, LAST = 9, 15
 
 def config_of(S: int, wire: str, combine: str, D: int = 1) -> TrainConfig:
     diloco = DilocoConfig(sync_every=6, layers_per_fragment=1, overlap_steps=(1, 5), wire=wire, combine=combine)
-    config = replace(
-        tiny(),
-        shards_per_replica=S,
-        ddp_per_replica=D,
-        model=DecoderConfig(num_layers=2, num_heads=2, width=32),
-        diloco=diloco,
-        precision="fp32",
-        num_tokens=LAST * 8 * 64,
-    )
-    return resolve(config, vocab_size=257, prepared=Path())
+    return narrow(shards_per_replica=S, ddp_per_replica=D, diloco=diloco, num_tokens=LAST * 8 * 64)
 
 
 def begin(config: TrainConfig, folder: Path) -> tuple[World, TrainState, Checkpoints]:
@@ -49,10 +38,7 @@ def begin(config: TrainConfig, folder: Path) -> tuple[World, TrainState, Checkpo
 def advance(state: TrainState, config: TrainConfig, world: World, last: int) -> list[float]:
     losses = []
     for step in range(state.step + 1, last + 1):
-        tokens = np.random.default_rng(step).integers(0, 257, (config.global_batch, config.sequence_length + 1))
-        tokens = np.sort(tokens)  # something to learn
-        share = np.split(tokens, config.num_processes)[world.everyone.replica]
-        losses.append(inner_step(state, share, world, 1e-3)[0])
+        losses.append(inner_step(state, share_of(config, world, step), world, 1e-3)[0])
         state.sync.step()
         state.step = step
     return losses
@@ -130,9 +116,7 @@ def test_a_state_is_taken_up_by_processes_that_share_a_batch(tmp_path):
 
 def train_alone(S: int, also_compiled: bool) -> tuple[list[float], str]:
     """Losses and outer hash; compiled, the first losses are the same."""
-    config = resolve(
-        replace(config_of(S, "fp32", "gather"), num_replicas=1, micro_batch=None), vocab_size=257, prepared=Path()
-    )
+    config = resolved(config_of(S, "fp32", "gather"), num_replicas=1, micro_batch=None)
     # One layer: half of what is compiled.
     model = replace(config.model, num_layers=1)
     config = replace(config, model=model, diloco=replace(config.diloco, overlap_steps=2))
@@ -183,7 +167,7 @@ def train_the_next_fragment_alone() -> list[tuple[set[int], set[int]]]:
     world, state, _ = begin(config, Path())
     trained = []
     for step in range(1, LAST + 1):
-        tokens = np.random.default_rng((step, world.replica)).integers(0, 257, (4, 33))
+        tokens = tokens_of(config, config.process_batch, step, world.replica)
         before = {name: parameter.detach().clone() for name, parameter in state.model.named_parameters()}
         inner_step(state, tokens, world, 1e-3)
         changed = {
@@ -201,3 +185,37 @@ def test_only_the_fragment_that_is_sent_next_is_trained():
     for trained in run_replicas(train_the_next_fragment_alone, M):
         assert all(changed == due for changed, due in trained)
         assert {frozenset(due) for _, due in trained} == {frozenset({p}) for p in range(3)}
+
+
+def elastic_progress(num_others: int, budget: int) -> tuple[ElasticProgress, SimpleNamespace, list[int]]:
+    """Progress of one of several replicas with 3 fragments; the engine that it looks at; its questions."""
+    own_tokens = resolved(num_replicas=1).tokens_per_step
+    settings = SimpleNamespace(
+        fragments=(None,) * 3, schedule=Schedule(num_fragments=3, sync_every=6, overlap_steps=1)
+    )
+    engine = SimpleNamespace(settings=settings, num_steps=0, _membership=SimpleNamespace(uncounted_tokens=0.0))
+    run = SimpleNamespace(active=range(1 + num_others), finished=False)
+    rendezvous = SimpleNamespace(state=run, counted_tokens=0)
+    questions = []
+
+    def of_first(num_numbers, read):
+        numbers = [int(number) for number in read()]
+        questions.append(num_numbers)
+        assert len(numbers) == num_numbers
+        return numbers
+
+    world = SimpleNamespace(rendezvous=rendezvous, of_first=of_first)
+    return ElasticProgress(engine, world, num_tokens=budget * own_tokens, own_tokens=own_tokens), engine, questions
+
+
+def test_replicas_that_come_and_go_know_tokens_rate_and_end_of_one_question():
+    progress, engine, questions = elastic_progress(num_others=2, budget=6)
+    per_step = resolved(num_replicas=1).tokens_per_step
+    seen = []
+    for step in (1, 2):
+        engine.num_steps, engine._membership.uncounted_tokens = step, float(step * per_step)
+        seen.append(progress.after(step))
+    assert questions == [3, 3]
+    assert seen == [Standing(3 * per_step, 6 * per_step, False), Standing(6 * per_step, 9 * per_step, True)]
+    progress._rendezvous.state.active = range(1)
+    assert progress.after(2) == seen[1], "it never goes back when replicas leave"

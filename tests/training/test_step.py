@@ -1,20 +1,21 @@
-"""The inner step against AdamW written out by hand."""
+"""The inner step against AdamW written out by hand, its learning rate, and its optimizer against torch's."""
 
 import copy
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.training.cases import rate
+from tests.training.cases import begin, rate, resolved, tokens_of
 
 from diloco.errors import TrainingError
 from diloco.training.config.config import AdamWConfig
 from diloco.training.config.recipes import tiny
-from diloco.training.config.resolve import resolve
-from diloco.training.state import initial_state
+from diloco.training.optimizer import AdamW
+from diloco.training.state import FixedProgress, Standing, initial_state
 from diloco.training.step import inner_step
 from diloco.training.world import alone
 
@@ -32,13 +33,11 @@ OPTIMIZER = AdamWConfig(
 
 
 def config_of(micro_batch: int | None = None, optimizer: AdamWConfig = OPTIMIZER):
-    unresolved = replace(tiny(), num_replicas=1, precision="fp32", micro_batch=micro_batch, optimizer=optimizer)
-    return resolve(unresolved, vocab_size=257, prepared=Path())
+    return resolved(num_replicas=1, precision="fp32", micro_batch=micro_batch, optimizer=optimizer)
 
 
 def batch_of(config, step: int) -> np.ndarray:
-    tokens = np.random.default_rng(step).integers(0, 257, (config.global_batch, config.sequence_length + 1))
-    return np.sort(tokens)
+    return tokens_of(config, config.global_batch, step)
 
 
 def by_hand(config, model, num_steps: int):
@@ -93,7 +92,7 @@ def test_a_loss_that_is_not_finite_leaves_the_parameters_alone():
 
 
 def test_the_learning_rate_warms_up_to_the_peak_and_ends_at_five_percent():
-    config = resolve(tiny(), vocab_size=257, prepared=Path())
+    config = resolved()
     peak = config.optimizer.learning_rate
     rates = [rate(config, step) for step in range(1, 61)]
     assert rates[:6] == pytest.approx([peak * step / 6 for step in range(1, 7)])
@@ -103,11 +102,66 @@ def test_the_learning_rate_warms_up_to_the_peak_and_ends_at_five_percent():
 
 
 def test_wsd_stays_at_the_peak_and_decays_in_the_last_steps():
-    asked = replace(tiny(), optimizer=replace(tiny().optimizer, schedule="wsd", decay_fraction=0.25))
-    config = resolve(asked, vocab_size=257, prepared=Path())
+    config = resolved(optimizer=replace(tiny().optimizer, schedule="wsd", decay_fraction=0.25))
     peak = config.optimizer.learning_rate
     rates = [rate(config, step) for step in range(1, 61)]
     assert rates[:6] == pytest.approx([peak * step / 6 for step in range(1, 7)])
     assert set(rates[5:45]) == {peak}
     assert rates[45:] == pytest.approx([peak * (1 - 0.95 * (x / 15) ** 0.5) for x in range(1, 16)])
     assert rate(config, 44.5) == peak and rate(config, 100) == pytest.approx(0.05 * peak)
+
+
+class Counting(FixedProgress):
+    """Progress that remembers when it was asked."""
+
+    asked: list[int] = []  # noqa: RUF012
+
+    def after(self, step: int) -> Standing:
+        self.asked.append(step)
+        return super().after(step)
+
+
+def test_a_step_asks_once():
+    config = config_of()
+    world = alone(config.precision)
+    state = initial_state(config, world)
+    state.progress = progress = Counting(config.num_steps, config.tokens_per_step)
+    for step in (1, 2, 3):
+        begun = begin(state, batch_of(config, step), config, world)
+        assert begun.tokens == step * config.tokens_per_step
+    assert progress.asked == [1, 2, 3]
+
+
+STEPS = """
+import sys, torch
+from diloco.training.optimizer import AdamW
+parameter = torch.nn.Parameter(torch.ones(3))
+optimizer = AdamW([parameter], fused=True)
+parameter.grad = torch.ones(3)
+optimizer.step()
+optimizer.zero_grad()
+optimizer.load_state_dict(optimizer.state_dict())
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_the_steps_are_torchs_bit_for_bit():
+    torch.manual_seed(0)
+    start = torch.randn(50)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    options = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.1, "fused": True}
+    optimizers = AdamW([ours], **options), torch.optim.AdamW([theirs], **options)
+    for _ in range(5):
+        gradient = torch.randn(50)
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+            assert not parameter.grad.requires_grad
+    assert torch.equal(ours, theirs)
+    state, expected = (optimizer.state_dict()["state"][0] for optimizer in optimizers)
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def test_the_first_step_imports_no_compiler():
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"

@@ -2,7 +2,6 @@
 
 from collections import deque
 from dataclasses import asdict, replace
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -10,13 +9,11 @@ import pytest
 import torch
 from tests.fake_device import FakeDevice
 from tests.processes import run_replicas
-from tests.training.cases import begin, world_on_cpu
+from tests.training.cases import begin, narrow, tokens_of, world_on_cpu
 
 from diloco.errors import TrainingError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.training.config.config import DilocoConfig, TrainConfig
-from diloco.training.config.recipes import tiny
-from diloco.training.config.resolve import resolve
 from diloco.training.state import initial_state
 from diloco.training.step import end_step
 from diloco.training.world import alone
@@ -27,15 +24,11 @@ LAST = 14
 
 def config_of(num_replicas: int, **changes) -> TrainConfig:
     diloco = DilocoConfig(sync_every=5, layers_per_fragment=1, overlap_steps=2)
-    model = DecoderConfig(num_layers=2, num_heads=2, width=32)
-    config = replace(tiny(), num_replicas=num_replicas, model=model, diloco=diloco, num_tokens=LAST * 8 * 64)
-    config = replace(config, precision="fp32", **changes)
-    return resolve(config, vocab_size=257, prepared=Path())
+    return narrow(num_replicas=num_replicas, diloco=diloco, num_tokens=LAST * 8 * 64, **changes)
 
 
-def tokens_of(config: TrainConfig, step: int, replica: int) -> np.ndarray:
-    generator = np.random.default_rng((step, replica))
-    return np.sort(generator.integers(0, 257, (config.process_batch, config.sequence_length + 1)))
+def batch_of(config: TrainConfig, step: int, replica: int = 0) -> np.ndarray:
+    return tokens_of(config, config.process_batch, step, replica)
 
 
 def metrics_of(steps_ahead: int) -> list[dict]:
@@ -44,7 +37,7 @@ def metrics_of(steps_ahead: int) -> list[dict]:
     world = world_on_cpu(config)
     state, begun, measured = initial_state(config, world), deque(), []
     while not state.is_over:
-        begun.append(begin(state, tokens_of(config, state.step + 1, world.replica), config, world))
+        begun.append(begin(state, batch_of(config, state.step + 1, world.replica), config, world))
         while len(begun) > (0 if state.is_over else steps_ahead):
             metrics = asdict(end_step(begun.popleft(), state, world, since=0.0))
             for outer_step in metrics["outer_steps"]:
@@ -68,17 +61,17 @@ def test_a_loss_that_is_not_finite_is_named_later_and_changes_nothing():
     world = alone(config.precision)
     state, begun = initial_state(config, world), {}
     for step in (1, 2, 3):
-        begun[step] = begin(state, tokens_of(config, step, 0), config, world)
+        begun[step] = begin(state, batch_of(config, step), config, world)
     kept = [parameter.clone() for parameter in state.model.parameters()]
     moments = [value.clone() for values in state.optimizer.state.values() for value in values.values()]
     with torch.no_grad():
         state.model.blocks[0].mlp_norm.weight[0] = torch.nan
-    begun[4] = begin(state, tokens_of(config, 4, 0), config, world)
+    begun[4] = begin(state, batch_of(config, 4), config, world)
     state.model.blocks[0].mlp_norm.weight.data.copy_(dict(zip(names(state), kept, strict=True))[NORM])
     assert all(map(torch.equal, state.model.parameters(), kept)), "the step has changed no parameter"
     after = [value for values in state.optimizer.state.values() for value in values.values()]
     assert all(map(torch.equal, after, moments)), "nor a moment"
-    begun[5] = begin(state, tokens_of(config, 5, 0), config, world)
+    begun[5] = begin(state, batch_of(config, 5), config, world)
     for step in (1, 2, 3):
         assert end_step(begun[step], state, world, since=0.0).step == step
     with pytest.raises(TrainingError, match="step 4: the loss of replica 0 is nan"):
@@ -107,7 +100,7 @@ def on_the_fake_device() -> tuple[list[float], list[str], list[list[int]], list[
         state, begun, losses, waits, copies = initial_state(config, world), deque(), [], [], []
         training, late = device.stream, []
         while not state.is_over:
-            batch = tokens_of(config, state.step + 1, 0)
+            batch = batch_of(config, state.step + 1)
             device.clear()
             step = begin(state, batch, config, world)
             begun.append((step, training.known[training.index]))
@@ -128,7 +121,7 @@ def test_a_step_on_a_gpu_is_begun_without_a_wait():
     world = alone(config.precision)
     state, expected = initial_state(config, world), []
     for step in range(1, LAST + 1):
-        begun = begin(state, tokens_of(config, step, 0), config, world)
+        begun = begin(state, batch_of(config, step), config, world)
         expected.append(end_step(begun, state, world, since=0.0).loss)
     [(losses, waits, copies, races, late)] = run_replicas(on_the_fake_device, 1)
     assert losses == pytest.approx(expected, rel=1e-4)
@@ -143,7 +136,7 @@ def in_precision(precision: str) -> tuple[str, list[float], list[set[torch.dtype
     world = world_on_cpu(config)
     state, losses = initial_state(config, world), []
     while not state.is_over:
-        begun = begin(state, tokens_of(config, state.step + 1, world.replica), config, world)
+        begun = begin(state, batch_of(config, state.step + 1, world.replica), config, world)
         losses.append(end_step(begun, state, world, since=0.0).loss)
     assert not world.autocast
     moments = [values[name] for values in state.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]

@@ -117,18 +117,16 @@ def _hub(source: str, reading: Reading) -> Iterator[Document]:
     try:
         rows = enumerate(load_dataset(name, config, split=split, streaming=True), start=1)
         yield from reading.documents(rows, name=source, noun="row")
-    except (ValueError, OSError) as error:  # an unknown name, configuration or split; no network
+    except Exception as error:  # an unknown name, configuration or split; no network; a damaged file: of any class
         if is_offline() and "OfflineMode" in str(error):
             raise not_here(source) from error
+        if "scripts are no longer supported" in str(error):
+            raise UserError(
+                f"source {source!r} is loaded by a script of its own, which the library `datasets` refuses: "
+                "download its files and name them"
+            ) from error
         fields = error.fields if isinstance(error, UserError) else ()
         raise UserError(f"source {source!r} can't be read: {error}", *fields) from error
-    except RuntimeError as error:
-        if "scripts are no longer supported" not in str(error):
-            raise
-        raise UserError(
-            f"source {source!r} is loaded by a script of its own, which the library `datasets` refuses: download "
-            "its files and name them"
-        ) from error
 
 
 def _is_of_the_hub(source: str) -> bool:

@@ -168,7 +168,7 @@ def _lock(output: Path, report: ProgressCallback) -> Iterator[None]:
     # The operating system drops the lock of a process that is killed.
     with ExitStack() as stack:
         try:
-            file = stack.enter_context((output / "lock").open("w"))
+            file = stack.enter_context((output / "lock").open("wb"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -5,16 +5,15 @@ import csv
 import gzip
 import io
 import json
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from diloco import files
 from diloco.data.config import DataConfig
 from diloco.errors import UserError
-from diloco.files import require
 
 
 @dataclass(frozen=True)
@@ -88,18 +87,8 @@ def read_file(path: Path, name: str, reading: Reading) -> Iterator[Document]:
     """
     suffixes = suffixes_of(path)
     assert suffixes is not None, "the files of a source have known suffixes"
-    if suffixes == ".parquet":
-        yield from _read_parquet(path, name, reading)
-        return
-    try:
-        with _open(path, suffixes) as file:
-            yield from _READERS[suffixes.partition(".gz")[0].partition(".zst")[0]](file, name, reading)
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} can't be read: it is no text in UTF-8; convert it, or name other files"
-        ) from error
-    except (ValueError, OSError, EOFError, zlib.error) as error:
-        raise _unreadable(path, error) from error
+    with files.reading(path), _open(path, suffixes) as file:
+        yield from _READERS[suffixes.partition(".gz")[0].partition(".zst")[0]](file, name, reading)
 
 
 def suffixes_of(path: Path) -> str | None:
@@ -109,17 +98,13 @@ def suffixes_of(path: Path) -> str | None:
     return suffixes if suffixes in SUFFIXES else None
 
 
-def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path} can't be read: {error}", *(error.fields if isinstance(error, UserError) else ()))
-
-
 def _open(path: Path, suffixes: str) -> IO[bytes]:
     if suffixes.endswith(".gz"):
         return io.BufferedReader(gzip.open(path), _BUFFER_BYTES)
     if suffixes.endswith(".zst"):
         # zstandard's own reader would take a file that was cut short for a whole one. This one refuses windows of
         # more than 128 MiB.
-        stream = require("pyarrow", extra="data").input_stream(str(path), compression="zstd")
+        stream = files.require("pyarrow", extra="data").input_stream(path.open("rb"), compression="zstd")
         return io.BufferedReader(stream, _BUFFER_BYTES)
     return path.open("rb")
 
@@ -188,13 +173,11 @@ def _csv_rows(file: IO[bytes], reading: Reading) -> Iterator[tuple[int, Any]]:
         raise reading.too_long(place) if is_long else UserError(f"{place} is not CSV: {error}") from error
 
 
-def _read_parquet(path: Path, name: str, reading: Reading) -> Iterator[Document]:
-    try:
-        with require("pyarrow.parquet", extra="data").ParquetFile(path, buffer_size=_BUFFER_BYTES) as file:
-            rows = enumerate(_rows(file, reading), start=1)
-            yield from reading.documents(rows, name=name, noun="row")
-    except Exception as error:  # a damaged file raises errors of any class
-        raise _unreadable(path, error) from error
+def _read_parquet(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document]:
+    library = files.require("pyarrow.parquet", extra="data")
+    with library.ParquetFile(file, buffer_size=_BUFFER_BYTES) as opened:
+        rows = enumerate(_rows(opened, reading), start=1)
+        yield from reading.documents(rows, name=name, noun="row")
 
 
 def _rows(file: Any, reading: Reading) -> Iterator[dict[str, Any]]:
@@ -215,7 +198,13 @@ _READERS: dict[str, Callable[[IO[bytes], str, Reading], Iterator[Document]]] = {
     ".txt": _read_text,
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,
+    ".parquet": _read_parquet,
 }
 
-SUFFIXES = (*(suffix + packed for suffix in _READERS for packed in ("", ".gz", ".zst")), ".parquet")
+SUFFIXES = tuple(
+    suffix + packed
+    for suffix in _READERS
+    for packed in ("", ".gz", ".zst")
+    if not (suffix == ".parquet" and packed)  # it is compressed in itself
+)
 """The suffixes of files that can be read."""

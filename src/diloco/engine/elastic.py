@@ -36,6 +36,7 @@ from diloco.rendezvous.contract import (
 )
 from diloco.rendezvous.objects import decided_average, norms_of
 from diloco.schedule import Sync
+from diloco.wire.kernels.memory import empty
 
 
 def remade(
@@ -45,12 +46,12 @@ def remade(
     size = form.sizes[decision.fragment]
 
     def make_average() -> Tensor:
-        return decided_average(form, decision, content, torch.empty(size, device=device)).divided()
+        return decided_average(form, decision, content, empty(size, torch.float32, device)).divided()
 
     def make_deltas() -> Iterator[Tensor]:
         for key in decision.keys(form):
             if content.payloads:  # with averages nobody has all payloads
-                to_N = torch.empty(size, device=device)
+                to_N = empty(size, torch.float32, device)
                 yield form.codec.decode_into(to_N, content.payloads[key.replica].data, key)
 
     return make_average, make_deltas
@@ -388,7 +389,8 @@ class ElasticMembership(Membership):
         self._read(p, stored)
         with replica.parameters.merging(p, replica.num_steps) as theta:
             merge_in_place(theta, replica.state.use(OUTER, p), mixing, before_N)
-        zeros = partial(torch.zeros, self.form.sizes[p], device=replica.parameters.device)
+        size, device = self.form.sizes[p], replica.parameters.device
+        zeros = partial(torch.zeros, size, dtype=torch.float32, device=device)
         return replica.described(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()))
 
     def _read(self, p: int, stored: StoredSnapshot) -> None:

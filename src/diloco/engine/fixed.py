@@ -113,7 +113,7 @@ class FixedMembership(Membership):
         replica = self.replica
         sizes = [replica.state.num_elements(p) for p in range(replica.state.num_fragments)]
         num_bytes = [replica.reduction.bytes_sent(size, len(self.cohort.members)) for size in sizes]
-        of_shard = torch.tensor(num_bytes, device=replica.parameters.device)
+        of_shard = torch.tensor(num_bytes, dtype=torch.int64, device=replica.parameters.device)
         return replica.parameters.group.reduce(of_shard).tolist()
 
     @property

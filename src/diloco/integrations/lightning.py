@@ -116,13 +116,13 @@ class DiLoCoCallback(Callback):
             return
         is_inside = self._outer is not None  # a validation that a scheduler's signal has interrupted
         self._take_outer_out()
-        own = checkpoint["state_dict"]
+        own, engine_state = checkpoint["state_dict"], self._engine.state_dict()
         with self._engine.outer_parameters_applied():
             checkpoint["state_dict"] = {name: value.clone() for name, value in own.items()}
         if is_inside:
             own = {name: value.clone() for name, value in own.items()}
             self._put_outer_in()
-        checkpoint[_STATE] = {"own": own, "engine": self._engine.state_dict()}
+        checkpoint[_STATE] = {"own": own, "engine": engine_state}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Merge what is in flight, and leave Θ in the model."""

@@ -257,7 +257,8 @@ class Follower:
     @property
     def closed(self) -> Sequence[str]:
         """`RunState.closed`, once all decisions are handed over; empty before."""
-        return self.state.closed if self.delivery.is_done else ()
+        closed = self.state.closed  # read first: from now on nothing is put into the delivery, if there are any
+        return closed if closed and self.delivery.is_done else ()
 
     def taken(self) -> list[Decision]:
         """The decisions since the last call, in the log's order; called by the training thread."""
@@ -403,6 +404,8 @@ class Follower:
         """The entry that closes the run, if this replica may write it now: it names its own Θ."""
         if self._closes_at is None or (self.state.active and time.monotonic() < self._closes_at):
             return None
+        if self.state.members[self._own].fenced:
+            return None  # the replica that has taken its place can
         bases = self.bases
         if [applied for applied, _ in bases] != [log.round for log in self.state.fragments]:
             return None  # the training thread has not taken the last outer steps yet

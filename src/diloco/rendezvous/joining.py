@@ -163,7 +163,7 @@ async def _number_of_joined(log: Log, signer: Signer, wish: Wish, url: str) -> i
 
 def _refusal(state: RunState, signer: Signer, url: str) -> str:
     """The refusal of a replica for which there is a remedy; empty for others."""
-    if state.finished:
+    if state.closed:
         return (
             f"the run refuses this replica: it joins a run that has ended: diloco export {url} writes its outer "
             "parameters; to train on, create another in another place"

@@ -262,7 +262,7 @@ def norms_of(decoded_N: Tensor, form: Form, *, source: str) -> tuple[float, ...]
 def body_tensor(body: memoryview) -> Tensor:
     """A body as a flat uint8 tensor on the same memory, which must not be written to."""
     if not body.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.from_numpy(np.asarray(_Writable(np.frombuffer(body, np.uint8))))
 
 
@@ -337,7 +337,7 @@ def average_of(
     """
     size, codec = form.share_size(body.fragment), _second(form)
     sound, unsound = {c.replica: c for c in body.contributions if c.replica in shares}, dict[int, str]()
-    average_S, part_S = torch.zeros(size), torch.empty(size)
+    average_S, part_S = (torch.zeros(size, dtype=torch.float32, device="cpu") for _ in range(2))
     while sound:
         cohort, member = state.cohort(sound.values()), -1
         try:

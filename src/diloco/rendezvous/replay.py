@@ -137,7 +137,7 @@ class RunFacts:
                 "initial: these are not the parameters with which the run began: their SHA-256 is another",
                 "initial",
             )
-        vectors = [torch.empty(size) for size in self.form.sizes]
+        vectors = [torch.empty(size, dtype=torch.float32, device="cpu") for size in self.form.sizes]
         for name, place in self.places.items():
             if own[name].shape != place.shape:
                 raise LogError(f"entry 0 of the log describes {name:.80} in another shape than it has")
@@ -391,7 +391,7 @@ class Replay:
         await self._find_snapshots()
         await self._start(counted)
         outers = [ref for ref in self._outers if not self._from_snapshot or self._is_after_start(ref)]
-        self._scratch = torch.empty(max(self._run_facts.form.sizes))
+        self._scratch = torch.empty(max(self._run_facts.form.sizes), dtype=torch.float32, device="cpu")
         async for ref, content in counted.contents(outers):
             self.checked.payloads, self.checked.payload_bytes = len(counted.sizes), sum(counted.sizes)
             if content is None:

@@ -127,6 +127,7 @@ class _Run:
     """One process's part in a run."""
 
     config: TrainConfig
+    """The run's, resolved; a step, an evaluation and a checkpoint take sections and values of it."""
     world: World
     batches: Batches
     held_out: HeldOut

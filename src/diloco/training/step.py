@@ -74,7 +74,7 @@ def begin_step(
         state.took(step)  # with what was counted since
     for outer_step in outer_steps:
         outer_step.begin(layer_cosine=log_layer_cosine)
-    blocked = torch.tensor(sync.blocked_seconds - blocked_before, dtype=torch.float64)
+    blocked = torch.tensor(sync.blocked_seconds - blocked_before, dtype=torch.float64, device="cpu")
     if world.num_ranks > 1:
         blocked = world.group.reduce(to_device(blocked, world.device), largest=True)
     return BegunStep(

@@ -6,7 +6,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -354,7 +354,7 @@ def _joined(config: TrainConfig, device: torch.device, rank: int, local_rank: in
         names, seconds = partial(_name_of, config.processes_per_replica), config.timeout_seconds
         store = store_with_all(rank=rank, world_size=world_size, name_of=names, timeout_seconds=seconds)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        _agree_on_groups(config, world_size)
+        _agree_on_groups({name: getattr(config, name) for name in _GROUPS})
         world = world_of(config, device, timeout, is_first_on_machine=local_rank == 0)
     except ExchangeError:  # it says who is missing
         raise
@@ -390,11 +390,14 @@ def _name_of(processes_per_replica: int, rank: int) -> str:
     return f"replica {replica}" if processes_per_replica == 1 else f"process {process} of replica {replica}"
 
 
-def _agree_on_groups(config: TrainConfig, world_size: int) -> None:
-    """Compare the settings that decide which groups there are, before any is made."""
-    names = ("num_replicas", "shards_per_replica", "ddp_per_replica", "num_connections")
-    mine = torch.tensor([getattr(config, name) for name in names])
-    gathered = [torch.empty_like(mine) for _ in range(world_size)]
+_GROUPS = ("num_replicas", "shards_per_replica", "ddp_per_replica", "num_connections")
+"""The settings that decide which groups there are."""
+
+
+def _agree_on_groups(numbers: Mapping[str, int]) -> None:
+    """Compare the numbers of these settings, before any group is made."""
+    names, mine = [*numbers], torch.tensor([*numbers.values()], dtype=torch.int64, device="cpu")
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
     everyones = [tuple(theirs.tolist()) for theirs in gathered]
     for rank, theirs in enumerate(everyones):
@@ -439,7 +442,8 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
         # Data-Parallel sums gradients where they are; the payloads of an engine travel on gloo.
         between = group(by_rank, backend=None) if config.method == "data_parallel" else same_rank
         groups, names = [between, own_device_group], ("replica", "shard")
-        mesh = DeviceMesh.from_group(groups, device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)
+        ranks_MxS = torch.tensor(ranks, dtype=torch.int64, device="cpu")
+        mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks_MxS, mesh_dim_names=names)
     elif config.ddp_per_replica > 1 and num_replicas > 1:
         others = _through_leaders(config, same_rank, group(ranks))
     others = others or exchange(same_rank, config.num_connections)

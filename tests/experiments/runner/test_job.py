@@ -59,11 +59,12 @@ def test_settings_that_change_no_number_and_defaults_spelled_out_rename_no_run(s
     assert run_name(spelled_out) == run_name(config)
     others = (
         replace(config, seed=1),
+        replace(config, precision="fp32"),
         replace(config, method="diloco"),
         replace(config, optimizer=replace(config.optimizer, learning_rate=1.0)),
         replace(config, diloco=replace(config.diloco, overlap_steps=2)),
     )
-    assert len({run_name(each) for each in (config, *others)}) == 5
+    assert len({run_name(each) for each in (config, *others)}) == 6
 
 
 def test_a_base_has_one_name_whatever_the_columns_say(small_corpus, tmp_path):

@@ -150,7 +150,7 @@ class Leave:
     """A replica leaves; what it has uploaded may still be counted."""
 
     finished: bool
-    """True if the run's token budget is spent: no replica takes more inner steps, and none joins."""
+    """True if the run's token budget is spent: the others take their last inner step, too."""
 
 
 @dataclass(frozen=True, kw_only=True)

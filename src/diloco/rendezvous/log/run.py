@@ -258,7 +258,7 @@ class RunState:
 
     def refusal_of_joiner(self, body: Join) -> str | None:
         """The reason why a replica can't join; None if it can."""
-        if self.finished:
+        if self.closed:
             return "joins a run that has ended"
         if self.creator and body.key not in self.allowed:
             return f"joins {body.name} with a key that is not on the run's allow-list"
@@ -354,6 +354,8 @@ class RunState:
                 f"entry {self.number - 1} of the log {does}, and {member.name} did not write it: somebody else "
                 "writes to the store; create the run with keys (see diloco keys)"
             )
+        if member.left:
+            return  # it only waits for the end of the run, which others can close
         if isinstance(body, Keys) and member.key in body.revoked:
             raise FencedError(f"the key of {member.name} was revoked by the run's creator: this replica ends")
         if isinstance(body, Join) and body.name == member.name:
