@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from diloco.errors import ExchangeError
+from diloco.errors import ExchangeError, printable
 from diloco.exchange.transport import Store, Tag
 
 P = ParamSpec("P")
@@ -233,8 +233,7 @@ _SECONDS_TO_BE_READ = 3.0
 
 def _readable(failure: bytes) -> str:
     """A replica's words, without what a terminal would obey."""
-    text = failure[:_LONGEST_FAILURE].decode(errors="replace")
-    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
+    return printable(failure[:_LONGEST_FAILURE].decode(errors="replace"))
 
 
 def _look_again_and_again(notices: "weakref.ref[Notices]", ended: Event) -> None:
