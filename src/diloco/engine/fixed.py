@@ -16,6 +16,7 @@ from diloco.engine.checkpoint import agree_or_refuse, loadable
 from diloco.engine.guards import EqualGradients
 from diloco.engine.lanes import QueueLane, Start, here, in_thread
 from diloco.engine.outer_state import ERROR, OUTER
+from diloco.engine.parameters import INITIAL
 from diloco.engine.replica import Flight, Membership, Replica
 from diloco.errors import DisagreementError, ExchangeError, PayloadError, UserError
 from diloco.exchange.process_group import Answers
@@ -27,6 +28,11 @@ from diloco.outer.step import OuterStep
 from diloco.schedule import Due, Sync
 from diloco.wire import codec
 from diloco.wire.payload import Key
+
+_SAME_PARAMETERS = (
+    "set the same seed before the model is made, make its parts in the same order, and build the engine before a "
+    "checkpoint is loaded, or on its outer parameters, which all replicas share: state['outer']"
+)
 
 
 def exchange(
@@ -106,7 +112,8 @@ class FixedMembership(Membership):
         self._fragment_bytes = self._bytes_by_fragment()
         self._equal = EqualGradients(replica.state.num_fragments)
         initial = replica.state.at_home(OUTER)
-        agree(transport, replica.settings.facts(transport.num_replicas) | replica.parameters.facts(initial))
+        facts = replica.settings.facts(transport.num_replicas) | replica.parameters.facts(initial)
+        agree(transport, facts, remedies={INITIAL: _SAME_PARAMETERS})
 
     def _bytes_by_fragment(self) -> list[int]:
         """Payload bytes that all shards of this replica send, and receive, for each fragment."""

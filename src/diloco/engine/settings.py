@@ -336,6 +336,13 @@ def check_model(model: nn.Module, exchange: Transport | None) -> None:
             )
         if isinstance(module, DistributedDataParallel):
             _check_ddp(path or "the model", module, exchange)
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if trained and all(parameter.device.type == "meta" for _, parameter in trained):
+        raise UserError(
+            f"parameter {trained[0][0]} is on the meta device, as all others are, where it has no values: call "
+            "model.to_empty(device=…) and initialise or load the model, then build the optimizer and the engine",
+            "model",
+        )
 
 
 def _check_ddp(name: str, module: DistributedDataParallel, exchange: Transport | None) -> None:

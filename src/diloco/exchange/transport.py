@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -223,13 +224,20 @@ class Store(Protocol):
         ...
 
 
-def agree(transport: Transport, facts: Mapping[str, object], *, member: str = "replica") -> None:
+def agree(
+    transport: Transport,
+    facts: Mapping[str, object],
+    *,
+    member: str = "replica",
+    remedies: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Compare the facts of all replicas; each replica must call it.
 
     Args:
         transport: the way to the others.
         facts: a JSON value by name.
         member: the word for a replica in messages, where the transport joins other processes.
+        remedies: by the names of facts what the user can do where they differ.
 
     Raises:
         ExchangeError: if a replica sends no facts.
@@ -246,7 +254,7 @@ def agree(transport: Transport, facts: Mapping[str, object], *, member: str = "r
             if (name in theirs, theirs.get(name)) != (name in everyones[0], everyones[0].get(name)):
                 raise DisagreementError(
                     f"the replicas disagree on {name}: {member} 0 has {values[0]}, {member} {replica} has "
-                    f"{values[replica]}; start them with the same settings"
+                    f"{values[replica]}; {remedies.get(name, 'start them with the same settings')}"
                 )
 
 
