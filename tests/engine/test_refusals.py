@@ -308,6 +308,7 @@ def test_facts_tell_every_setting_apart():
         "combine": "reduce_scatter",
         "error_feedback": 1.0,
         "seed": 1,
+        "buffers": "average",
     }
     facts = settings.facts(2)
     assert (facts["outer rule"], facts["outer rule's learning rate"]) == ("Nesterov", 0.4)
