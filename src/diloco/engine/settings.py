@@ -101,8 +101,8 @@ class Settings:
         """
         if self.buffers == "average":
             raise UserError(
-                "buffers=average needs an exchange: where replicas come and go the log holds parameters alone; leave "
-                "it out, and estimate the buffers anew for Θ (torch.optim.swa_utils.update_bn)",
+                "buffers=average needs an exchange: where replicas come and go the log holds parameters alone; "
+                "leave it out, and estimate the buffers anew for Θ (torch.optim.swa_utils.update_bn)",
                 "buffers",
             )
         if not self.outer.shared:
