@@ -35,10 +35,10 @@ engine.attach(optimizer)
 # --8<-- [end:engine]
 
 # --8<-- [start:loop]
-data = torch.Generator().manual_seed(1 + dist.get_rank())
+torch.manual_seed(1 + dist.get_rank())  # from here on each replica has its own data, and dropout
 for step in range(1, 101):
     # The task: at each place, predict the largest token of the sequence.
-    tokens = torch.randint(0, 32, (16, 12), generator=data)
+    tokens = torch.randint(0, 32, (16, 12))
     loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.amax(1).repeat_interleave(12))
     loss.backward()
     optimizer.step()

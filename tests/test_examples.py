@@ -70,7 +70,11 @@ def test_replicas_agree_through_a_directory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "snippet", ["evaluate_and_resume.py", "masters.py", "merge_rule.py", "methods.py", "trackers.py"]
+    "snippet",
+    [
+        *("ema.py", "evaluate_and_resume.py", "masters.py", "merge_rule.py", "methods.py"),
+        *("resume_model_first.py", "trackers.py"),
+    ],
 )
 def test_snippets_run(snippet):
     runpy.run_path(str(SNIPPETS / snippet))

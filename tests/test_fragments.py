@@ -189,7 +189,10 @@ LISTED = {
         stem=nn.Linear(2, 2), layer1=nn.Sequential(*linears(2)), layer2=nn.Sequential(*linears(2))
     ),
     "encoder.layers, decoder.layers": nn.Transformer(4, 2, 2, 2, 4, batch_first=True),
-    "none": nn.ModuleDict({"only": nn.Linear(1, 1)}),
+    "itself": nn.ModuleDict({"only": nn.Linear(1, 1)}),
+    "layer1, layer2, layer3": Net(  # one block a stage, as the smallest ResNets have
+        stem=nn.Linear(2, 2), **{f"layer{n}": nn.Sequential(nn.Sequential(nn.Linear(2, 2))) for n in (1, 2, 3)}
+    ),
     "a, b": Net(a=nn.ModuleList(linears(1)), b=nn.ModuleList(linears(1))),
 }
 
@@ -198,8 +201,8 @@ LISTED = {
 def test_several_containers_of_blocks_are_listed(listed, model):
     with pytest.raises(ValueError, match=f"nn.Sequential, and it has {listed}: name the list with blocks="):
         strided(model)
-    if listed != "none":
-        assert len(strided(model, layers_per_fragment=1, blocks=listed.split(", "))) > 1
+    blocks = [""] if listed == "itself" else listed.split(", ")
+    assert len(strided(model, layers_per_fragment=1, blocks=blocks)) >= len(blocks)
 
 
 @pytest.mark.slow
@@ -296,7 +299,7 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: strided(Decoder(2), blocks=["blocks", "blocks"]), "names a list of blocks twice"),
     (lambda: strided(Decoder(3), blocks="layers"), "no module 'layers'"),
     (lambda: strided(Decoder(3), blocks="norm"), "blocks='norm' is not a list of modules, but LayerNorm"),
-    (lambda: strided(nn.Module()), "it has none: name the list with blocks="),
+    (lambda: strided(Net(only=nn.Linear(1, 1))), r"has its blocks in no nn.ModuleList, .* take whole\(model\)"),
     *((lambda n=n: strided(Decoder(3), layers_per_fragment=n), f"layers_per_fragment.*{n}") for n in (0, 4)),
     (lambda: strided(Decoder(3), layers_per_fragment=2.0), "^layers_per_fragment=2.0 must be a whole number$"),
     (lambda: sequential(Decoder(3), layers_per_fragment="2"), "^layers_per_fragment='2' must be a whole number$"),

@@ -201,11 +201,17 @@ def _found_blocks(model: nn.Module) -> list[str]:
     lists = _outermost(model, lambda module: isinstance(module, nn.ModuleList) and len(module) > 0)
     candidates = lists if len(lists) == 1 else _outermost(model, _holds_blocks)
     if len(candidates) != 1:
-        listed = candidates or lists
+        listed = candidates or lists or _outermost(model, _has_trained_child)
+        if not listed:
+            raise UserError(
+                "the model has its blocks in no nn.ModuleList, nn.ModuleDict or nn.Sequential: take whole(model), "
+                "one fragment with all parameters, or a partition of your own"
+            )
         raise UserError(
             "the model should hold its blocks in one nn.ModuleList, nn.ModuleDict or nn.Sequential, and it has "
-            f"{_listed(listed) or 'none'}: name the list with blocks='path.to.the.list'"
+            f"{_listed([path or 'itself' for path in listed])}: name the list with blocks={listed[0]!r}"
             + (f", or several with blocks={listed[:2]}" if len(listed) > 1 else "")
+            + ", or take whole(model)"
         )
     return candidates
 
@@ -218,6 +224,11 @@ def _outermost(model: nn.Module, is_candidate: Callable[[nn.Module], bool]) -> l
         if not inside and is_candidate(module):
             outermost.append(path)
     return outermost
+
+
+def _has_trained_child(module: nn.Module) -> bool:
+    """True for a container with something to train."""
+    return isinstance(module, _CONTAINERS) and any(w.requires_grad for w in module.parameters())
 
 
 def _holds_blocks(module: nn.Module) -> bool:

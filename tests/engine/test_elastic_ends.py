@@ -45,26 +45,39 @@ def ending(name: str, condition: Callable[[], bool], *replicas: Replica, seconds
     return sentences[name]
 
 
-def assert_sound(url: str | Path, *survivors: Replica) -> None:
+def assert_sound(url: str | Path, *survivors: Replica, **settings) -> None:
     """The log can be replayed, and a replica that joins begins with what comes out."""
     for survivor in survivors:
         survivor.finish()
     replay = replayed(str(url), initial=lambda facts: dict(new_model().named_parameters()))
-    joiner = Replica(str(url), name="joiner")
+    joiner = Replica(str(url), name="joiner", **settings)
     joiner.vanish()
     assert replay.checked.steps and joiner.engine.outer_hash() == parameters_hash(replay.parameters())
 
 
-@pytest.mark.parametrize("kind", ["outer", "velocity"])
+MEMORY = {
+    "outer": "outer parameters",
+    "velocity": "outer rule's velocity",
+    "error": "error of the error feedback",
+    "sent error": "error of the error feedback",
+}
+
+
+@pytest.mark.parametrize("kind", MEMORY)
 def test_only_the_replica_whose_memory_changed_ends(kind: str, tmp_path) -> None:
-    a, b, c = members = [Replica(str(tmp_path), name=name, patience=100_000) for name in "abc"]
+    settings = {"patience": 100_000, "error_feedback": 1.0, "wire": "e3m0"}
+    a, b, c = members = [Replica(str(tmp_path), name=name, **settings) for name in "abc"]
     until(lambda: min(min(counted(member)) for member in members) >= 0, *members)
-    c.engine._replica.state.use(kind, 0)[0] += 1.0
+    if kind == "sent error":  # which becomes the error when the offer is counted
+        until(lambda: 0 in c.engine._membership.in_flight, *members)
+        c.engine._membership._errors[0][0][0] += 1.0
+    else:
+        c.engine._replica.state.use(kind, 0)[0] += 1.0
     rounds = a.rounds[0] + 6
     sentence = ending("c", lambda: min(a.rounds[0], b.rounds[0]) >= rounds, *members)
-    name = {"outer": "outer parameters", "velocity": "outer rule's velocity"}[kind]
+    name = MEMORY[kind]
     assert f"other bits in the {name} of fragment 0: this computer's memory changed; nothing was sent" in sentence
-    assert_sound(tmp_path, a, b)
+    assert_sound(tmp_path, a, b, **settings)
 
 
 def gives_other_bits(replica: Replica) -> None:

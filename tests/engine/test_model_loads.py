@@ -141,3 +141,37 @@ def test_replicas_adopt_the_same_parameters_or_none():
             "DisagreementError: the replicas disagree on the model's parameters at reset_outer()"
         )
         assert in_flight == "UserError: fragment 0 is in flight: call finish() before reset_outer()"
+
+
+def resume_a_model_that_was_loaded_first(assign: bool) -> list[str]:
+    """As nanoGPT loads it, and with `assign` nanochat, before there can be an engine."""
+    model, replica = CASE.model(), dist.get_rank()
+    engine = CASE.engine(model)
+    for _ in zip(range(6), train(engine, model, 9), strict=False):
+        pass
+    saved = copy.deepcopy({"model": model.state_dict(), "engine": engine.state_dict()})
+    for t in range(7, 10):
+        inner_step(model, replica, t)
+        engine.step()
+    engine.finish()
+
+    model = CASE.model()
+    model.load_state_dict(saved["model"], assign=assign)
+    with pytest.raises(diloco.DisagreementError, match=r"or on its outer parameters, .*: state\['outer'\]"):
+        CASE.engine(model)
+    own = copy.deepcopy(model.state_dict())
+    model.load_state_dict(saved["engine"]["outer"], strict=False)
+    resumed = CASE.engine(model)
+    model.load_state_dict(own)
+    resumed.load_state_dict(saved["engine"])
+    for t in range(7, 10):
+        inner_step(model, replica, t)
+        resumed.step()
+    resumed.finish()
+    return [engine.outer_hash(), resumed.outer_hash()]
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_script_that_loads_the_model_first_resumes_bit_for_bit(assign):
+    results = run_replicas(resume_a_model_that_was_loaded_first, 2, assign)
+    assert len({outer_hash for hashes in results for outer_hash in hashes}) == 1

@@ -152,6 +152,16 @@ def test_parameters_that_cant_be_exchanged_are_refused_unless_they_are_frozen(ch
     Case().engine(model, fragments="whole", schedule=schedule(1))
 
 
+def test_a_model_without_values_is_refused_until_it_is_filled():
+    model = Case().model().to("meta")
+    with pytest.raises(
+        diloco.UserError, match=r"blocks\.0\.weight is on the meta device, .* call model\.to_empty\(device=…\)"
+    ):
+        Case().engine(model)
+    model.to_empty(device="cpu").load_state_dict(Case().model().state_dict())
+    assert Case().engine(model).outer_hash() == Case().engine(Case().model()).outer_hash()
+
+
 def test_a_model_that_is_no_module_is_refused():
     case = Case()
     with pytest.raises(
@@ -298,6 +308,7 @@ def test_facts_tell_every_setting_apart():
         "combine": "reduce_scatter",
         "error_feedback": 1.0,
         "seed": 1,
+        "buffers": "average",
     }
     facts = settings.facts(2)
     assert (facts["outer rule"], facts["outer rule's learning rate"]) == ("Nesterov", 0.4)

@@ -326,6 +326,7 @@ DIFFERENCES = {
     "outer rule's learning rate: replica 0 has 0.4, replica 1 has 0.7": Case(eta=0.7),
     "initial parameters (SHA-256): replica 0 has ": Case(seed=1),
 }
+SEED = "set the same seed before the model is made, make its parts in the same order, and build the engine before"
 
 
 def start_differently(cases: list[Case]) -> list[str]:
@@ -342,6 +343,7 @@ def test_replicas_that_differ_are_refused_at_the_start_with_both_values():
     for messages in run_replicas(start_differently, 2, list(DIFFERENCES.values())):
         for message, difference in zip(messages, DIFFERENCES, strict=True):
             assert f"the replicas disagree on {difference}" in message
+            assert (SEED in message) == difference.startswith("initial")
 
 
 def start_in_another_order() -> None:

@@ -22,6 +22,7 @@ from diloco.engine.replica import Membership, Replica
 from diloco.errors import DisagreementError, ExchangeError, UserError
 from diloco.exchange.transport import fail_together
 from diloco.outer.cohort import Cohort
+from diloco.outer.digest import outer_digest
 from diloco.outer.merge import MergeRule, Mixing, Translation
 from diloco.outer.step import OuterStep, merge_in_place
 from diloco.rendezvous.contract import (
@@ -90,8 +91,8 @@ class ElasticMembership(Membership):
         self.replica, self.rendezvous, self.form = replica, rendezvous, joined.form
         self.in_flight: dict[int, Offer] = {}
         """The own offers without a decision, by fragment."""
-        self._errors: dict[int, Tensor | None] = {}
-        """The errors of error feedback that these leave, if they are counted."""
+        self._errors: dict[int, tuple[Tensor, int] | None] = {}
+        """The errors of error feedback that these leave, if they are counted, and their digests."""
         self.rounds = [0] * num_fragments
         """Outer steps of each fragment that this replica has taken."""
         self.counted = [(0, 0)] * num_fragments
@@ -102,10 +103,10 @@ class ElasticMembership(Membership):
         self._first_fragment = 0  # whose turn it is
         self._kinds = (OUTER, *settings.outer.slots)
         self._digests: list[dict[str, int]] = [{} for _ in self.rounds]
-        """For each fragment the digests of Θ_p and of the slots, as the last outer step left them."""
+        """For each fragment the digests of Θ_p, of the slots and of the error, as they were left."""
         self._equal = EqualGradients(num_fragments)
         for p in range(num_fragments):
-            self._take_digests(p, self._kinds)
+            self._take_digests(p, self._kinds if settings.error_feedback is None else (*self._kinds, ERROR))
         self._tokens_before = 0  # that earlier processes of this replica have read
         self._has_warned = False
         self._is_draining = self._is_finished = False
@@ -147,17 +148,18 @@ class ElasticMembership(Membership):
         return self._digests[p][OUTER]
 
     def _take_digests(self, p: int, kinds: Collection[str]) -> None:
-        self._digests[p] |= {kind: self.replica.state.digest(p, kind) for kind in self._kinds if kind in kinds}
+        self._digests[p] |= {kind: self.replica.state.digest(p, kind) for kind in kinds}
 
     def _check_digests(self, p: int) -> None:
-        """Refuse a Θ_p, or a slot, that has changed since its digest was taken, before others hear of it.
+        """Refuse a Θ_p, a slot or an error that has changed since its digest was taken, before others hear of it.
 
         Raises:
             DisagreementError: naming the vector and the inner step.
         """
         for kind, digest in self._digests[p].items():
             if self.replica.state.digest(p, kind) != digest:
-                name = "outer parameters" if kind == OUTER else f"outer rule's {kind}"
+                names = {OUTER: "outer parameters", ERROR: "error of the error feedback"}
+                name = names.get(kind, f"outer rule's {kind}")
                 raise DisagreementError(
                     f"step {self.replica.num_steps}: the last outer step left other bits in the {name} of fragment"
                     f" {p}: this computer's memory changed; nothing was sent or merged: start this replica again"
@@ -263,7 +265,7 @@ class ElasticMembership(Membership):
             step=step,
             overlap=replica.settings.schedule.overlap(0),
         )
-        self._errors[p] = flight.error_N
+        self._errors[p] = None if flight.error_N is None else (flight.error_N, outer_digest(flight.error_N))
         payloads = tuple(payload.cpu() for payload in flight.payloads)
         self.joined.seat.offer(offer, payloads, values_N if self.form.keep_values else None)
         self.next_seq += 1
@@ -408,10 +410,11 @@ class ElasticMembership(Membership):
 
     def _count(self, p: int) -> None:
         """Note that the own offer in flight was counted."""
-        offer, error_N = self.in_flight.pop(p), self._errors.pop(p)
+        offer, error = self.in_flight.pop(p), self._errors.pop(p)
         self.counted[p] = self.counted[p][0] + offer.tokens, offer.step
-        if error_N is not None:
-            self.replica.keep_error(p, error_N)
+        if error is not None:
+            self.replica.keep_error(p, error[0])
+            self._digests[p][ERROR] = error[1]  # as it was sent
 
     def _applied(self, p: int, round: int) -> None:
         self.rounds[p] = round
@@ -576,6 +579,7 @@ class ElasticMembership(Membership):
             self._translation[p] = None if is_newer else then_N
             if errors and not is_newer:
                 replica.keep_error(p, errors[p])
+                self._take_digests(p, (ERROR,))
 
     def _translate(self) -> None:
         """Move θ from the Θ that a checkpoint knew to the run's."""

@@ -16,6 +16,7 @@ from diloco.engine.checkpoint import agree_or_refuse, loadable
 from diloco.engine.guards import EqualGradients
 from diloco.engine.lanes import QueueLane, Start, here, in_thread
 from diloco.engine.outer_state import ERROR, OUTER
+from diloco.engine.parameters import INITIAL
 from diloco.engine.replica import Flight, Membership, Replica
 from diloco.errors import DisagreementError, ExchangeError, PayloadError, UserError
 from diloco.exchange.process_group import Answers
@@ -27,6 +28,11 @@ from diloco.outer.step import OuterStep
 from diloco.schedule import Due, Sync
 from diloco.wire import codec
 from diloco.wire.payload import Key
+
+_SAME_PARAMETERS = (
+    "set the same seed before the model is made, make its parts in the same order, and build the engine before a "
+    "checkpoint is loaded, or on its outer parameters, which all replicas share: state['outer']"
+)
 
 
 def exchange(
@@ -106,7 +112,8 @@ class FixedMembership(Membership):
         self._fragment_bytes = self._bytes_by_fragment()
         self._equal = EqualGradients(replica.state.num_fragments)
         initial = replica.state.at_home(OUTER)
-        agree(transport, replica.settings.facts(transport.num_replicas) | replica.parameters.facts(initial))
+        facts = replica.settings.facts(transport.num_replicas) | replica.parameters.facts(initial)
+        agree(transport, facts, remedies={INITIAL: _SAME_PARAMETERS})
 
     def _bytes_by_fragment(self) -> list[int]:
         """Payload bytes that all shards of this replica send, and receive, for each fragment."""
@@ -319,8 +326,9 @@ class FixedMembership(Membership):
         step = self.replica.num_steps
         with self.transport.finishing(step):
             fragments = [p for p, last_sent in enumerate(self.replica.last_sent) if flush and last_sent < step]
-            facts = {"number of inner steps at finish()": step, "fragments that finish() flushes": fragments}
-            agree(self.transport, facts, remedy=SAME_NUMBER_OF_STEPS)
+            num_steps = "number of inner steps at finish()"
+            facts = {num_steps: step, "fragments that finish() flushes": fragments}
+            agree(self.transport, facts, remedies={num_steps: SAME_NUMBER_OF_STEPS})
             first_step = step - self._schedule.overlap(self.transport.replica) + 1
             with self.replica.fail_together():
                 self.replica.parameters.watch.take(step)()

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor  # takes a second to import, and most replicas are one process
 
 
+INITIAL = "initial parameters (SHA-256)"
+"""The fact that proves the initial parameters equal."""
+
+
 class Masters(Protocol):
     """The way to weights that an optimizer updates in the place of the model's parameters: they are θ then.
 
@@ -267,7 +271,7 @@ class FragmentParameters:
                 facts[f"shape, fragment and place of parameter {name}"] = [list(part.shape), fragment, start]
                 start += part.numel()
                 values[name] = part
-        return {**facts, "initial parameters (SHA-256)": parameters_hash(values)}
+        return {**facts, INITIAL: parameters_hash(values)}
 
     @contextmanager
     def replaced_by(self, others: Mapping[str, Tensor]) -> Iterator[None]:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,8 @@ class Settings:
     """β; None turns error feedback off."""
     seed: int
     """The seed of codecs that draw random numbers."""
+    buffers: Literal["own", "average"] = "own"
+    """The end of floating-point buffers that training changes."""
 
     @property
     def reduction(self) -> Reduction:
@@ -97,6 +99,12 @@ class Settings:
         Raises:
             UserError: naming the setting.
         """
+        if self.buffers == "average":
+            raise UserError(
+                "buffers=average needs an exchange: where replicas come and go the log holds parameters alone; "
+                "leave it out, and estimate the buffers anew for Θ (torch.optim.swa_utils.update_bn)",
+                "buffers",
+            )
         if not self.outer.shared:
             raise UserError(
                 f"outer={type(self.outer).__name__} keeps other outer parameters on each replica, and where "
@@ -110,7 +118,8 @@ class Settings:
 
     def facts(self, num_replicas: int) -> dict[str, object]:
         """The settings that all replicas must share, in the order in which a difference explains the most."""
-        return {"num_replicas": num_replicas, **self.schedule.facts(num_replicas), **self._facts()}
+        facts = {"num_replicas": num_replicas, **self.schedule.facts(num_replicas), **self._facts()}
+        return facts | {"buffers": self.buffers}
 
     def _facts(self) -> dict[str, object]:
         return {
@@ -207,6 +216,7 @@ def settings_of(
     combine: str,
     error_feedback: float | None,
     seed: int,
+    buffers: Literal["own", "average"] = "own",
 ) -> Settings:
     """The settings that the engine's arguments stand for.
 
@@ -222,6 +232,8 @@ def settings_of(
     check_type("wire", of_payloads, Codec, 'the name of a codec such as "e3m0", or a codec of your own')
     check_type("combine", combine, str, '"gather" or "reduce_scatter"')
     check_type("error_feedback", error_feedback, Real | None, "a number above 0 and at most 1, or None")
+    if buffers not in ("own", "average"):
+        raise UserError(f"buffers={buffers!r} is neither own nor average", "buffers")
     with setting("combine", combine):
         reduction_of(combine, of_payloads)
     return Settings(
@@ -233,6 +245,7 @@ def settings_of(
         combine=combine,
         error_feedback=None if error_feedback is None else float(error_feedback),
         seed=seed,
+        buffers=buffers,
     )
 
 
@@ -336,6 +349,13 @@ def check_model(model: nn.Module, exchange: Transport | None) -> None:
             )
         if isinstance(module, DistributedDataParallel):
             _check_ddp(path or "the model", module, exchange)
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if trained and all(parameter.device.type == "meta" for _, parameter in trained):
+        raise UserError(
+            f"parameter {trained[0][0]} is on the meta device, as all others are, where it has no values: call "
+            "model.to_empty(device=…) and initialise or load the model, then build the optimizer and the engine",
+            "model",
+        )
 
 
 def _check_ddp(name: str, module: DistributedDataParallel, exchange: Transport | None) -> None:

@@ -19,6 +19,7 @@ from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from diloco.engine.attach import Attachment, check_trains, trained_by
+from diloco.engine.buffers import Buffers
 from diloco.engine.fixed import FixedMembership
 from diloco.engine.lanes import device_lane
 from diloco.engine.outer_state import OUTER
@@ -194,6 +195,8 @@ class StreamingDiLoCo:
         seed: the seed of codecs that draw random numbers, the same on all replicas.
         masters: FP32 weights that the optimizer updates in the place of the model's parameters, a tensor by
             parameter name, or an adapter of diloco.integrations: they are θ, and the parameters follow them.
+        buffers: `average`: `finish()` gives the floating-point buffers that training has changed, such as the
+            statistics of BatchNorm, the mean of all replicas; `own`: they stay each replica's own.
 
     Raises:
         UserError: if the settings contradict each other or the model.
@@ -233,6 +236,7 @@ class StreamingDiLoCo:
         seed: int = 0,
         offload: bool = False,
         masters: Masters | Mapping[str, Tensor] | None = None,
+        buffers: Literal["own", "average"] = "own",
     ) -> None:
         check_exchange(exchange, rendezvous)
         self.exchange, self.rendezvous = exchange, rendezvous
@@ -251,6 +255,7 @@ class StreamingDiLoCo:
                 combine=combine,
                 error_feedback=error_feedback,
                 seed=seed,
+                buffers=buffers,
             )
             """The arguments that decide what is computed."""
             self._membership = _membership(
@@ -259,6 +264,7 @@ class StreamingDiLoCo:
         self._replica = self._membership.replica
         self._attachment: Attachment | None = None
         self._loads = ModelLoads(model, self._replica)
+        self._buffers, self._is_first_step = Buffers(model), True
         self._sound, self._stands_in = True, False  # Θ for θ, in the model
 
     def step(self, *, tokens: int | None = None) -> tuple[OuterStep, ...]:
@@ -287,6 +293,9 @@ class StreamingDiLoCo:
         if self._loads.pending:
             self._loads.check()
         num_tokens = _checked_tokens(tokens)
+        if self._is_first_step:
+            self._is_first_step = False
+            self._warn_of_buffers()
         self._replica.num_steps += 1
         self._replica.tokens += num_tokens
         if not self._membership.is_due():
@@ -339,6 +348,8 @@ class StreamingDiLoCo:
             self._loads.check()
         with self._fail_together():
             merged = self._membership.finish(flush=flush, close=close)
+            if self.settings.buffers == "average" and self.exchange is not None:
+                self._buffers.average(self.exchange)
         self._warn_of_unsent()
         if flush:
             self._warn_of_uncounted()
@@ -476,6 +487,12 @@ class StreamingDiLoCo:
     def outer_hash(self) -> str:
         """SHA-256 over Θ, equal on all replicas after `finish()`; every process of a replica must call it."""
         return parameters_hash(self.outer_parameters(), gathered)
+
+    def _warn_of_buffers(self) -> None:
+        """Name the buffers that differ between replicas; the warning points as the others do."""
+        if self.settings.buffers == "own" and (self.exchange is None or self.exchange.num_replicas > 1):
+            way = "" if self.exchange is None else "pass buffers='average', or "
+            self._buffers.warn(f"{way}estimate them anew for Θ (torch.optim.swa_utils.update_bn)")
 
     def _warn_of_unsent(self) -> None:
         """Name the fragments that were never sent; the warning points to the caller of `finish`."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -235,7 +236,7 @@ def agree(
     facts: Mapping[str, object],
     *,
     member: str = "replica",
-    remedy: str = "start them with the same settings",
+    remedies: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Compare the facts of all replicas; each replica must call it.
 
@@ -243,14 +244,14 @@ def agree(
         transport: the way to the others.
         facts: a JSON value by name.
         member: the word for a replica in messages, where the transport joins other processes.
-        remedy: what the user can do where they differ.
+        remedies: by the names of facts what the user can do where they differ.
 
     Raises:
         ExchangeError: if a replica sends no facts.
         DisagreementError: on every replica, naming the first fact that differs, in their order, and both values.
     """
     mine = json.dumps(facts).encode()
-    if len(set(_swap(transport, hashlib.sha256(mine).digest()))) == 1:
+    if len(set(swap(transport, hashlib.sha256(mine).digest()))) == 1:
         return
     # The values are long: they travel only when they are needed.
     everyones = share(transport, facts, dict[str, Any])
@@ -260,7 +261,7 @@ def agree(
             if (name in theirs, theirs.get(name)) != (name in everyones[0], everyones[0].get(name)):
                 raise DisagreementError(
                     f"the replicas disagree on {name}: {member} 0 has {values[0]}, {member} {replica} has "
-                    f"{values[replica]}; {remedy}"
+                    f"{values[replica]}; {remedies.get(name, 'start them with the same settings')}"
                 )
 
 
@@ -277,11 +278,11 @@ def share(transport: Transport, value: object, kind: Any = object) -> list[Any]:
     """
     mine = json.dumps(value).encode()
     assert len(mine) <= _MOST_BYTES, f"a value of {len(mine)} bytes is no message about the run"
-    lengths = [int.from_bytes(length, "little") for length in _swap(transport, len(mine).to_bytes(8, "little"))]
+    lengths = [int.from_bytes(length, "little") for length in swap(transport, len(mine).to_bytes(8, "little"))]
     for replica, length in enumerate(lengths):
         if length > _MOST_BYTES:
             raise ExchangeError(f"replica {replica} announces a message of {length} bytes", (replica,))
-    texts = _swap(transport, mine.ljust(max(lengths)))
+    texts = swap(transport, mine.ljust(max(lengths)))
     return [_value(replica, text, kind) for replica, text in enumerate(texts)]
 
 
@@ -291,7 +292,7 @@ def barrier(transport: Transport) -> None:
     Raises:
         ExchangeError: if one does not come.
     """
-    _swap(transport, b"\0")
+    swap(transport, b"\0")
 
 
 def _value(replica: int, text: bytes, kind: Any) -> Any:
@@ -330,8 +331,8 @@ _MOST_BYTES = 1 << 26
 _NUM_MESSAGES: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()
 
 
-def _swap(transport: Transport, message: bytes) -> list[bytes]:
-    """The messages of all replicas, in replica order; all have the same length."""
+def swap(transport: Transport, message: bytes) -> list[bytes]:
+    """The messages of all replicas, in replica order; all have the same length, and each replica must call it."""
     _NUM_MESSAGES[transport] = _NUM_MESSAGES.get(transport, 0) + 1
     payload = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     others = {replica: payload for replica in range(transport.num_replicas) if replica != transport.replica}

@@ -1,0 +1,64 @@
+"""The buffers of a model, which are in no fragment: those that training changes are named, or averaged at the end.
+
+Shapes: B elements of the buffers together.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from diloco.engine.parameters import local
+from diloco.exchange.transport import Transport, share, swap
+from diloco.outer.digest import outer_digest
+
+
+class Buffers:
+    """The floating-point buffers of a model, such as the running statistics of BatchNorm.
+
+    Args:
+        model: the replica's copy, as it begins.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._digests = self._digests_now()
+
+    def _named(self) -> dict[str, Tensor]:
+        buffers = self._model.named_buffers()
+        return {n: local(buffer) for n, buffer in buffers if buffer.is_floating_point() and not buffer.is_meta}
+
+    def _digests_now(self) -> dict[str, int]:
+        return {name: outer_digest(buffer.reshape(-1).float()) for name, buffer in self._named().items()}
+
+    def changed(self) -> list[str]:
+        """The names of those that have changed since the beginning."""
+        return [name for name, digest in self._digests_now().items() if self._digests.get(name) != digest]
+
+    def warn(self, remedy: str) -> None:
+        """Name those that training has changed; the warning points to the caller of `step`."""
+        if names := self.changed():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            warnings.warn(
+                f"training changes buffers, which are not exchanged: {', '.join(names[:3])}{more} stay each "
+                f"replica's own, and the outer parameters are evaluated with them: {remedy}",
+                stacklevel=4,
+            )
+
+    def average(self, transport: Transport) -> None:
+        """Give those that have changed on any replica the mean of all replicas, with the same bits on all.
+
+        Raises:
+            ExchangeError: if a replica sends none.
+        """
+        names = {name for changed in share(transport, self.changed(), list[str]) for name in changed}
+        buffers = [buffer for name, buffer in self._named().items() if name in names]
+        if not buffers:
+            return
+        own_B = torch.cat([buffer.reshape(-1).to("cpu", torch.float64) for buffer in buffers])
+        sent = swap(transport, own_B.numpy().tobytes())
+        total_B = torch.zeros_like(own_B)
+        for message in sent:  # in the order of the replicas
+            total_B += torch.frombuffer(bytearray(message), dtype=torch.float64)
+        for buffer, part_B in zip(buffers, (total_B / len(sent)).split([b.numel() for b in buffers]), strict=True):
+            buffer.copy_(part_B.view(buffer.shape))
