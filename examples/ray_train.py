@@ -57,11 +57,9 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
             report({"loss": loss.item(), "num_steps": step}, state)
     engine.finish()
     metrics = {"num_steps": engine.num_steps, "outer_hash": engine.outer_hash()}
-    with engine.outer_parameters_applied():  # the last checkpoint holds Θ
-        report(
-            metrics,
-            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "engine": engine.state_dict()},
-        )
+    engine.copy_outer_to_model()  # the last checkpoint holds Θ
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "engine": engine.state_dict()}
+    report(metrics, state)
 
 
 def report(metrics: dict[str, Any], state: dict[str, Any]) -> None:

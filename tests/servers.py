@@ -117,7 +117,14 @@ def running_seaweedfs(folder: Path) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """moto: S3 in Python, which checks no signatures, and the bucket `runs`."""
-    folder, port = tmp_path_factory.mktemp("moto"), free_port()
+    with running_moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@contextmanager
+def running_moto(folder: Path) -> Iterator[Server]:
+    """moto with its output in a folder; it ends with the context."""
+    port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     url = f"http://127.0.0.1:{port}"
     with _running(command, folder) as process:

@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,8 +14,21 @@ import torch
 from tests.processes import run_main
 
 from diloco.cli.main import main
-from diloco.errors import FileWriteError, UserError, exit_code_of
-from diloco.files import copy, make_directory, sha256, write_atomically, write_json, writing
+from diloco.errors import FileError, FileWriteError, UserError, exit_code_of
+from diloco.files import copy, make_directory, reading, sha256, write_atomically, write_json, writing
+
+
+def test_whatever_a_reader_of_a_file_raises_names_the_file():
+    for error, words in (
+        (OSError(2, "No such file"), "No such file"),
+        (zlib.error("Error -3"), "Error -3"),
+        (EOFError(), "EOFError"),
+        (TypeError("a\n  b"), "a b"),
+        (UserError("line 2 has none", "data.text_field"), "line 2 has none"),
+    ):
+        with pytest.raises(FileError, match=f"^a.txt can't be read: {words}$") as refusal, reading("a.txt", "a"):
+            raise error
+        assert refusal.value.field == (error.field if isinstance(error, UserError) else "a")
 
 
 @pytest.fixture

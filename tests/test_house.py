@@ -213,6 +213,25 @@ def test_only_the_command_line_spells_flags():
     assert not wrong, "\n".join(wrong)
 
 
+def test_files_of_text_name_their_encoding():
+    """A locale's own is ASCII in some containers."""
+    wrong = []
+    for path in sources():
+        for node in nodes(path):
+            match node:
+                case ast.Call(func=ast.Attribute(attr="read_text" | "write_text"), keywords=keywords):
+                    is_text = True
+                case ast.Call(
+                    func=ast.Attribute(attr="open"), args=[] | [ast.Constant()] as mode, keywords=keywords
+                ):
+                    is_text = not (mode and "b" in str(mode[0].value))
+                case _:
+                    continue
+            if is_text and "encoding" not in [keyword.arg for keyword in keywords]:
+                wrong.append(f"{place(path)}:{node.lineno} {ast.unparse(node)}")
+    assert not wrong, "\n".join(wrong)
+
+
 IMPORTED_ALONE = """
 import importlib, sys
 for name in sys.argv[1:]:
@@ -265,3 +284,18 @@ def test_torch_loads_nothing_but_weights():
                 case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load"), keywords=keywords):
                     given = [ast.unparse(keyword) for keyword in keywords]
                     assert "weights_only=True" in given, f"{path}, line {node.lineno}"
+
+
+def test_every_tensor_names_its_dtype_and_device():
+    """Else a script that sets torch's default dtype or device would change what is computed."""
+    makers = "zeros|ones|empty|full|tensor|arange|linspace|rand|randn|randint|randperm|eye"
+    maker = re.compile(rf"torch\.({makers})")
+    wrong = [
+        f"{path.relative_to(ROOT).as_posix()}:{node.lineno}"
+        for path in all_files()
+        if path.is_relative_to(PACKAGE)
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and maker.fullmatch(ast.unparse(node.func))
+        if not {"dtype", "device"} <= {keyword.arg for keyword in node.keywords}
+    ]
+    assert not wrong, "\n".join(wrong)

@@ -29,6 +29,9 @@ from diloco.rendezvous.log.log import ENTRY
 from diloco.rendezvous.log.run import OuterRef, RunState
 from diloco.rendezvous.objects import seal_snapshot, snapshot_name
 
+STEP_TOKENS, MOST_STEPS = 1 << 20, 1 << 20
+"""The amounts that each replica declares."""
+
 
 class Arrival(Protocol):
     """The time at which others can see a payload."""
@@ -169,7 +172,7 @@ class Seat:
         log.facts = log.facts or facts
         assert log.facts == facts, "all replicas share the settings"
         self.replica = len(log.state.members)
-        log.append(Join(name=self.name, key=""), self.replica)
+        log.append(Join(name=self.name, key="", step_tokens=STEP_TOKENS, most_steps=MOST_STEPS), self.replica)
         log.seats = [seat for seat in log.seats if seat.name != self.name] + [self]
         self.rounds = [0] * log.rules.num_fragments
         """Outer steps of each fragment that this replica has taken."""
@@ -181,6 +184,8 @@ class Seat:
             replica=self.replica,
             slot=self.slot,
             start=self.start,
+            step_tokens=STEP_TOKENS,
+            most_steps=MOST_STEPS,
             slot_rounds=[fragment.last_round.get(self.slot, 0) for fragment in log.state.fragments],
             snapshots=dict(log.snapshots),
             form=form,
@@ -229,8 +234,11 @@ class Seat:
         later = [d for d in self.log.decisions if d.fragment != fragment or d.round > round]
         self.log.decisions = later
 
-    def leave(self, *, finished: bool) -> None:
-        del finished
+    def close(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
 
     def abort(self, reason: str) -> None:
         self.failure = reason

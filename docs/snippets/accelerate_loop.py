@@ -38,7 +38,6 @@ with DiLoCo(accelerator=accelerator, model=model, build=engine) as diloco_:  # i
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            diloco_.step()  # instead of local_sgd.step()
 accelerator.save_model(model, f"trained/replica-{replica}")  # Θ
 # --8<-- [end:loop]
 

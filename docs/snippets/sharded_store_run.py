@@ -22,7 +22,7 @@ mesh = init_device_mesh("cpu", (num_shards,))
 for module in (*model.layers, model):
     fully_shard(module, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-rendezvous = diloco.StoreRendezvous(STORE, name="node")  # the first process alone joins with it
+rendezvous = diloco.StoreRendezvous(STORE, name="node", step_tokens=64)  # the first process alone joins with it
 engine = diloco.StreamingDiLoCo(model, fragments="strided", sync_every=10, overlap_steps=2, rendezvous=rendezvous)
 # --8<-- [end:engine]
 
@@ -51,8 +51,8 @@ while not of_first(is_over):
     optimizer.zero_grad()
     engine.step(tokens=64)  # of all processes together
 
-engine.finish()
-rendezvous.leave(finished=True)
+engine.finish(close=True)  # all replicas end with the same outer parameters
+rendezvous.leave()
 # --8<-- [end:loop]
 print(f"outer hash {engine.outer_hash()[:16]}")
 dist.destroy_process_group()

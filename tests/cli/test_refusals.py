@@ -61,10 +61,11 @@ train tiny --num-tokens                            => --num-tokens needs a value
 train tiny --epochs two                            => --epochs takes a number, not 'two'
 train tiny --resume a --config b.toml              => --resume goes on with the run's own settings: leave
 train tiny --config b.toml                         => b.toml can't be read
+train TEXT --config out.toml                       => --name='../out' must be 1 to 64 letters
 data prepare --output new --cache old              => --prepared and --cache mean nothing here
 bench wire --values 0                              => --values=0 must be at least 1
 bench wire --wires fp8                             => --wires=fp8: 'fp8' is not a codec
-bench wire --gradient nowhere.safetensors          => nowhere.safetensors is no safetensors file
+bench wire --gradient nowhere.safetensors          => nowhere.safetensors can't be read: No such file
 
 eval run --limit 0                                 => --limit=0 must be at least 1
 eval nowhere --limit 5                             => --limit=5 means nothing without --tasks or --data
@@ -165,7 +166,7 @@ chat RUN --max-tokens 0                            => --max-tokens=0 must be at 
 eval RUN --data nowhere.jsonl                      => nowhere.jsonl can't be read: No such file
 """
 OF_A_STORE = """
-store verify RUN --initial nowhere                 => --initial=nowhere can't be read as safetensors
+store verify RUN --initial nowhere                 => --initial=nowhere can't be read: No such file
 eval RUN                                           => the run is a program's own, and does not describe its model
 eval RUN --parameters average                      => the run is a program's own
 export RUN --to hf --output x                      => the run is a program's own
@@ -199,6 +200,7 @@ def write_files(folder: Path, corpus: Path) -> None:
     shutil.copy(corpus, folder / "text.jsonl")
     (folder / "short.txt").write_text("Hello.\n")
     (folder / "chats.jsonl").write_text('{"content": "Hello."}\n')
+    (folder / "out.toml").write_text('recipe = "tiny"\nname = "../out"\n')
     (folder / "typo.toml").write_text('recipe = "tiny"\n[diloco]\nsync_evry = 10\n')
     write_key(folder / "key")
 

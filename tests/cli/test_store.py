@@ -47,7 +47,11 @@ def test_a_sound_run_is_verified(run, tmp_path, capsys) -> None:
     printed = capsys.readouterr().out
     assert "4 of 8 repeated" in printed and "note: the outer parameters were checked from the oldest" in printed
     main(["store", "verify", str(run.directory), "--from-snapshot"])
-    assert "4 of 4 repeated" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "4 of 4 repeated" in printed and "closes the run" not in printed
+    number = run.close()
+    main(["store", "verify", str(run.directory)])
+    assert f"chain, signatures, validity; entry {number} closes the run" in capsys.readouterr().out
 
 
 def test_a_fault_is_named_with_what_was_checked_before_it(run, capsys) -> None:

@@ -9,7 +9,6 @@ import pytest
 from tests.rendezvous.handwritten import Handwritten
 
 from diloco.cli.main import main
-from diloco.rendezvous.log.entries import Leave
 from diloco.report import sources
 from diloco.report.runs import LOSS, run_facts
 from diloco.report.server import LiveServer
@@ -24,11 +23,11 @@ def test_finished_runs_are_shown_once_beside_a_store(finished_run, tmp_path, cap
     assert re.search(r"step +120 of 120", printed) and printed.count("finished") == 1
     run = Handwritten(tmp_path / "store")
     run.train(1)
-    run.append(Leave(finished=True), author=0)
+    run.close()
     main(["watch", str(finished_run), str(run.directory)])
     printed = capsys.readouterr().out
     assert "120 of 120" in printed and f"{run.directory}: finished" in printed
-    assert re.search("replicas active +1 of 2", printed)
+    assert re.search("replicas active +0 of 2", printed)
 
 
 def test_several_runs_are_a_table_of_the_facts_of_each(finished_run, tmp_path, capsys, monkeypatch):
@@ -52,7 +51,7 @@ def test_a_store_is_shown_with_speeds_until_its_run_ends(tmp_path, capsys, monke
     looks = iter(
         [
             lambda: run.step(0, [run.send(0, replica) for replica in range(2)]),
-            lambda: run.append(Leave(finished=True), author=0),
+            run.close,
         ]
     )
     monkeypatch.setattr("time.sleep", lambda _: next(looks)())

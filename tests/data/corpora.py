@@ -19,6 +19,7 @@ SETTINGS = PreparationSettings(
     shard_tokens=8,
     max_train_bytes=5,
     text_field="text",
+    skip_null=False,
 )
 SHARD = Shard(num_tokens=8, num_documents=2, num_bytes=6, tokens_digest="3c")
 INDEX = Index(

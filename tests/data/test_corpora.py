@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from diloco.data.corpora import content, documents, file_digest, fingerprint
+from diloco.data.corpora import content, documents, file_digest, fingerprint, left_out
 from diloco.data.readers import Document
 from diloco.errors import UserError
 
@@ -51,11 +51,12 @@ def test_globs_are_sorted_and_ids_do_not_depend_on_where_they_lie(tmp_path, monk
 
 def test_a_directory_stands_for_the_files_in_it_that_can_be_read(tmp_path):
     others = ["deep/README", "deep/notes.md", ".git/c.txt", "deep/.d.txt"]
-    for name in ["b.txt", "deep/er/a.txt", *others, "empty.txt/e.txt"]:
+    for name in ["b.txt", "deep/er/A.TXT", *others, "empty.txt/e.txt"]:
         (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "texts" / name).write_text(name)
-    expected = [Document(name, name) for name in ("b.txt", "deep/er/a.txt", "empty.txt/e.txt")]
+    expected = [Document(name, name) for name in ("b.txt", "deep/er/A.TXT", "empty.txt/e.txt")]
     assert list(documents(str(tmp_path / "texts"))) == expected
+    assert left_out(str(tmp_path / "texts")) == ["deep/README", "deep/notes.md"]
     assert [name for name, *_ in fingerprint(str(tmp_path / "texts"))] == [document.id for document in expected]
 
 

@@ -1,12 +1,15 @@
 import hashlib
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.data.corpora import write_rows
+import zstandard
+from tests.data.corpora import as_parquet, write_rows
 
 from diloco.data import prepare as prepare_module
 from diloco.data.config import DataConfig
@@ -70,6 +73,72 @@ def test_shards_reproduce_the_documents_of_each_split(source, tmp_path, shard_to
         shards = read_index(directory).splits[split]
         assert all(shard.num_tokens >= shard_tokens for shard in shards[:-1])
         assert len(shards) == len(expected[split]) if shard_tokens == 1 else len(shards) < len(expected[split])
+
+
+def test_what_is_left_out_of_a_directory_is_named_once(tmp_path, caplog):
+    (tmp_path / "texts").mkdir()
+    texts = [f"text {number}" for number in range(70)]
+    write_rows(tmp_path / "texts" / "A.JSONL", [*texts, None, None])
+    for name in ("b.json", "c.tsv", ".hidden"):
+        (tmp_path / "texts" / name).write_text("[]")
+    config = DataConfig(train=(str(tmp_path / "texts"),), held_out_fraction=0.2, skip_null=True)
+    directory = prepare(config, tmp_path / "out")
+    assert sorted(text for split in SPLITS for text in texts_of(directory, split)) == sorted(texts)
+    assert caplog.messages == [
+        f"2 of the files in {tmp_path}/texts are left out, since they have none of the suffixes .txt, .txt.gz, "
+        ".txt.zst, .jsonl, .jsonl.gz, .jsonl.zst, .csv, .csv.gz, .csv.zst, .parquet: b.json, c.tsv",
+        "2 rows whose text is null are left out of A.JSONL",
+    ]
+    prepare(config, tmp_path / "out")
+    assert len(caplog.messages) == 2
+    with pytest.raises(UserError, match=r"data\.skip_null=True, not data\.skip_null=False"):
+        prepare(replace(config, skip_null=False), tmp_path / "out")
+
+
+def test_a_name_that_is_not_utf8_is_refused_and_a_directory_with_it_is_read(tmp_path):
+    folder, out = tmp_path / "texts", tmp_path / "out"
+    folder.mkdir()
+    texts = [f"text {number}" for number in range(70)]
+    source = write_rows(folder / os.fsdecode(b"caf\xe9.jsonl"), texts)
+    (folder / os.fsdecode(b"\xe9.parquet")).write_bytes(as_parquet({"text": texts}))
+    (folder / os.fsdecode(b"\xe9.txt.zst")).write_bytes(zstandard.compress(b"text"))
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=r"settings\.json can't be written: the name .*caf\\xe9.jsonl is not UTF-8"
+        ):
+            prepare(DataConfig(train=(source,), held_out_fraction=0.2), out)
+    prepare(DataConfig(train=(str(folder),), held_out_fraction=0.2), out)
+    read = [text for split in SPLITS for text in texts_of(out, split)]
+    assert sorted(read) == sorted([*texts, *texts, "text"])
+
+
+def test_a_locale_without_the_letters_of_a_name_is_named(tmp_path):
+    write_rows(tmp_path / "ü.jsonl", [f"text {number}" for number in range(200)])
+    command = [
+        sys.executable,
+        "-m",
+        "diloco",
+        "data",
+        "prepare",
+        "--output",
+        "out",
+        "--train",
+        "ü.jsonl",
+        "--held-out-fraction",
+        "0.2",
+    ]
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    refused, done = (
+        subprocess.run(
+            command, env=os.environ | locale | {"PYTHONUTF8": utf8}, cwd=tmp_path, capture_output=True, timeout=60
+        )
+        for utf8 in "01"
+    )
+    sentence = (
+        "diloco: out/settings.json can't be written: ?.jsonl has letters that this locale lacks: set PYTHONUTF8=1"
+    )
+    assert (refused.returncode, refused.stderr.decode()) == (2, f"{sentence} in the environment\n")
+    assert (done.returncode, done.stderr.decode()) == (0, "")
 
 
 def test_the_index_says_what_was_made(source, tmp_path):

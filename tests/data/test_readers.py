@@ -5,6 +5,7 @@ import csv
 import gzip
 import io
 import json
+from collections import Counter
 
 import pyarrow
 import pytest
@@ -31,7 +32,7 @@ def write(folder, name, rows) -> str:
     path = folder / name
     if name.endswith(".parquet"):
         path.write_bytes(as_parquet({field: [row[field] for row in rows] for field in rows[0]}))
-    elif name.endswith(".jsonl"):
+    elif name.lower().endswith(".jsonl"):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         path.write_bytes(gzip.compress(as_csv(rows)) if name.endswith(".gz") else as_csv(rows))
@@ -85,6 +86,14 @@ def test_parquet_streams_all_rows_of_every_type_and_size(tmp_path, kind, size):
     ids = [name or f"a.parquet:{number}" for number, name in enumerate(names, start=1)]
     read = [(document.id, document.text) for document in documents(str(tmp_path / "a.parquet"))]
     assert read == list(zip(ids, texts, strict=True))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "A.JSONL", "a.parquet"])
+def test_rows_whose_text_is_null_are_left_out_and_counted_on_demand(tmp_path, name):
+    path = write(tmp_path, name, [{"text": text} for text in ("one", None, None, "two")])
+    skipped = Counter[str]()
+    read = list(documents(path, Reading(skipped=skipped)))
+    assert read == [Document(f"{name}:1", "one"), Document(f"{name}:4", "two")] and skipped == {name: 2}
 
 
 def test_csv_as_spreadsheets_write_it(tmp_path):

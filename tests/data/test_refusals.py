@@ -99,9 +99,18 @@ def disjoint(train: str, held_out: str) -> Act:
 
 TOO_LONG = r"is longer than data\.max_document_bytes=100: cut it into documents, or raise that"
 LONG_FIELD = "data.max_document_bytes"
+NULL = "has null as its field `text`: set data.skip_null to leave such rows out"
+NO_OBJECT = (
+    r"is not one JSON object, as each line of a \.jsonl is: write it so, as jq -c '\.\[\]' does with an array"
+)
 FILES = [
     ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "line 2 has no field `text`", "data.text_field"),
-    ("a.jsonl", b"[]\n", "line 1 has no field `text`", "data.text_field"),
+    ("a.jsonl", b'"x"\n', "line 1 has no field `text`", "data.text_field"),
+    ("a.jsonl", b'{"text": "x"}\n{"text": null}\n', f"line 2 {NULL}", "data.skip_null"),
+    ("a.jsonl", b'{"text": "x"}\n[]\n', f"line 2 {NO_OBJECT}", ""),
+    ("a.jsonl", b'[{"text": "x"},', f"line 1 {NO_OBJECT}", ""),
+    ("a.jsonl", b'[{"text": "' + b"x" * 100 + b'"}]', f"line 1 {NO_OBJECT}", ""),
+    ("a.jsonl", b'{\n  "text": "x"\n}\n', f"line 1 {NO_OBJECT}", ""),
     ("a.jsonl", b'{"text": "x"}\nnonsense\n', "line 2 is not JSON", ""),
     ("a.jsonl", b'{"text": "x"}\n{"text": "' + b"x" * 100 + b'"}\n', f"line 2 {TOO_LONG}", LONG_FIELD),
     ("a.txt", b"\xff", "it is no text in UTF-8; convert", ""),
@@ -121,7 +130,7 @@ FILES = [
     ("a.csv", b'text\n"' + b"b" * 2**18 + b'"', f"row 1 {TOO_LONG}", LONG_FIELD),
     ("a.parquet", b"no parquet", "", ""),
     ("a.parquet", b"PAR1" * 9, "", ""),
-    ("a.parquet", as_parquet({"text": ["a", None]}), "row 2 has no field `text`", "data.text_field"),
+    ("a.parquet", as_parquet({"text": ["a", None]}), f"row 2 {NULL}", "data.skip_null"),
     ("a.parquet", as_parquet({"content": ["a"]}), "row 1 has no field `text` .*`content`", "data.text_field"),
     ("a.parquet", as_parquet([pyarrow.array(["one"])] * 2, ["text"] * 2), ".* several columns `text`", ""),
     ("a.parquet", as_parquet({"text": ["a", "b" * 101]}), f"row 2 {TOO_LONG}", LONG_FIELD),
@@ -140,7 +149,7 @@ SOURCES = {
     **dict.fromkeys(("hf:", "hf::en", "hf:a:b:", "hf:a:b:c:d"), "is not of the form hf:NAME"),
 }
 INDICES = [
-    ('"format": 2', '"format": 1', r"index\.json was prepared by another version of diloco: delete"),
+    ('"format": 3', '"format": 2', r"index\.json was prepared by another version of diloco: delete"),
     ("{", "[", "can't be read"),
     ('"vocab_size": 257', '"vocab_size": "257"', "vocab_size: expected int, got str.*: delete the"),
     ('"vocab_size": 257', '"vocab_size": 256', "bos_id=256 is not below vocab_size=256"),
@@ -174,7 +183,7 @@ FIXED: list[tuple[Act, str, str]] = [
     (tokenizer("large.json", ": 259", ": 2147483648"), r"large\.json has ids up to 2147483648: they must", ""),
     (
         tokenizer("long.json", "{", "{" + " " * 2**17),
-        r"long\.json has more than 65,536 bytes: name another file",
+        r"long\.json can't be read: it has more than 65,536 bytes",
         "",
     ),
     *(

@@ -202,6 +202,33 @@ def test_each_step_counts_once_while_the_engine_is_attached(optimizer_of, num_co
     assert engine.num_steps == num_counted
 
 
+def test_an_optimizer_of_other_parameters_is_refused():
+    """A model built twice: the engine would exchange zeros, and all hashes would be equal."""
+    model, engine = linear(), engine_of(linear())
+    for optimizer in (adamw(model), Wrapper(adamw(model)), Container([adamw(model), adamw(linear())])):
+        with pytest.raises(
+            diloco.UserError,
+            match=r"trains none of the parameters that the engine exchanges .weight, bias.: build",
+        ):
+            engine.attach(optimizer)
+    optimizer = adamw(model)
+    optimizer.step()
+    assert engine.num_steps == 0, "nothing was attached"
+
+
+@pytest.mark.parametrize("with_names", [False, True])
+def test_parameters_outside_the_model_that_the_optimizer_trains_are_named(with_names):
+    model, head = linear(), nn.Linear(3, 2)
+    head.bias.requires_grad_(False)
+    both = nn.ModuleDict({"model": model, "head": head})
+    optimizer = torch.optim.AdamW(both.named_parameters() if with_names else both.parameters())
+    named = "head.weight" if with_names else r"1 of shape \(2, 3\)"
+    with pytest.warns(UserWarning, match=rf"also trains {named}, outside of the engine's model") as caught:
+        engine_of(model).attach(optimizer)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    engine_of(both).attach(optimizer)  # without a warning
+
+
 @pytest.mark.slow
 def test_micro_steps_under_accelerate_do_not_count():
     accelerate = pytest.importorskip("accelerate")

@@ -36,6 +36,8 @@ class Script:
             replica=0,
             slot=SLOT,
             start=0,
+            step_tokens=1 << 20,
+            most_steps=1 << 20,
             slot_rounds=[0],
             snapshots={},
             form=form,

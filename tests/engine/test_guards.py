@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.engine.test_masters import MastersSGD, Plain, engine_of, network, take_inner_step
 from tests.processes import run_replicas
 from torch.nn.parallel import DistributedDataParallel
@@ -102,14 +103,54 @@ def train_all_alike() -> list[str | None]:
     return [train_alike(*arguments) for arguments in ALIKE]
 
 
-def test_equal_outer_gradients_of_all_replicas_are_refused():
+def test_equal_outer_gradients_are_refused():
     for messages in run_replicas(train_all_alike, 2):
         for (_, _, cause), message in zip(ALIKE, messages, strict=True):
             if cause in ("spanning", "data"):
-                assert "all 2 replicas made the same outer gradient of fragment 0" in message
+                assert "replicas 0 and 1 made the same outer gradients of all fragments" in message
                 assert "diloco.connect" in message and "the same data" in message
             else:
                 assert message is None
+
+
+def train_two_alike(combine: str, same_data: bool) -> tuple[int, str | None]:
+    """Replicas 0 and 2 get no gradient for fragment 0, whose weights decay; `same_data` is theirs."""
+    replica = dist.get_rank()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(32, 32)) for _ in range(2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, weight_decay=0.1)
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.sequential(model, layers_per_fragment=1),
+        sync_every=4,
+        overlap_steps=1,
+        combine=combine,
+        exchange=diloco.ProcessGroupExchange(timeout_seconds=20),
+    )
+    data = torch.Generator().manual_seed(replica % 2 if same_data else replica)
+    try:
+        for _ in range(10):
+            optimizer.zero_grad(set_to_none=False)
+            hidden = model[0](torch.randn(16, 32, generator=data))
+            hidden = hidden.detach() if replica != 1 else hidden
+            model[0].requires_grad_(replica == 1)
+            model[1](hidden).square().mean().backward()
+            model[0].requires_grad_(True)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            optimizer.step()
+            engine.step()
+    except (diloco.UserError, diloco.ExchangeError) as error:
+        return engine.num_steps, str(error)
+    return engine.num_steps, None
+
+
+@pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
+def test_two_replicas_of_three_that_read_the_same_are_named(combine):
+    """Once the last fragment has been sent: in one they may be equal for want of gradients."""
+    for num_steps, message in run_replicas(train_two_alike, 3, combine, True):
+        assert num_steps in (6, 7) and "replicas 0 and 2 made the same outer gradients of all fragments" in message
+    assert run_replicas(train_two_alike, 3, combine, False) == [(10, None)] * 3
 
 
 @pytest.mark.parametrize("num_elements", [7, 15])

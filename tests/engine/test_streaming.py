@@ -271,6 +271,35 @@ def test_the_outer_parameters_take_the_place_of_the_models_own_for_a_while(dtype
     assert all(torch.equal(outer, Theta[name]) for name, outer in engine.outer_parameters().items())
 
 
+INSIDE = {
+    "step": lambda engine: engine.step(),
+    "finish": lambda engine: engine.finish(),
+    "reset_outer": lambda engine: engine.reset_outer(),
+    "state_dict": lambda engine: engine.state_dict(),
+    "load_state_dict": lambda engine: engine.load_state_dict({}),
+    "copy_outer_to_model": lambda engine: engine.copy_outer_to_model(),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_nothing_is_trained_saved_or_loaded_while_the_outer_parameters_stand_in(name):
+    """A step there would be thrown away, and a saved replica would resume Θ in the place of θ."""
+    case = Case(P=1, H=4)
+    model = case.model()
+    engine = case.engine(model)
+    inner_step(model, 0, 1)
+    engine.step()
+    theta = theta_of(model)
+    with engine.outer_parameters_applied():
+        with engine.outer_parameters_applied():
+            pass
+        with pytest.raises(diloco.UserError, match=rf"engine\.{name}\(\) inside outer_parameters_applied\(\)"):
+            INSIDE[name](engine)
+    assert theta_of(model).tobytes() == theta.tobytes() and engine.num_steps == 1
+    engine.step()
+    engine.state_dict()
+
+
 def test_frozen_parameters_may_be_of_any_type_and_on_any_device():
     case = Case(P=2)
     model = case.model()

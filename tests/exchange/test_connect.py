@@ -153,25 +153,28 @@ def test_a_process_that_has_ended_is_named_by_its_leader(tmp_path):
     assert missing == (), "no replica is missing"
 
 
-def connect_again(leader: bool, folder: str) -> set[str]:
-    """Train, close, replica 0 first, and train anew at the same address."""
+def connect_again(secret: str | None, leader: bool, first_to_close: int) -> set[str]:
+    """Train, close, one replica later than the other, and train anew at the same address."""
     hashes = set()
-    for attempt in ("first", "second"):
-        exchange = diloco.connect(leader=leader, timeout_seconds=20)
+    for _ in range(2):
+        exchange = diloco.connect(secret=secret, leader=leader, timeout_seconds=20)
         model = CASE.model()
         engine = CASE.engine(model, exchange=exchange)
         for _ in train(engine, model, CASE.T):
             pass
         hashes.add(engine.outer_hash())
-        if exchange.replica == 1:
-            wait_for_files(Path(folder, attempt))  # until the store of the first time is gone
+        if exchange.replica != first_to_close:
+            time.sleep(0.3)
         exchange.close()
-        Path(folder, attempt).touch()
     return hashes
 
 
-def test_replicas_that_have_closed_connect_again(tmp_path):
-    one, other = run_replicas(connect_again, 2, False, str(tmp_path), joined=False)
+@pytest.mark.parametrize(
+    ("secret", "leader", "first_to_close"),
+    [(None, False, 0), (None, True, 1), ("correct horse battery staple", False, 1)],
+)
+def test_replicas_that_have_closed_connect_again(secret, leader, first_to_close):
+    one, other = run_replicas(connect_again, 2, secret, leader, first_to_close, joined=False)
     assert one == other and len(one) == 1
 
 
@@ -240,9 +243,10 @@ def error_of_connect(folder: str, *, seconds: float = 20.0, **arguments: str | N
     ended = Path(folder, "has ended")
 
     def wait(missing, *, seconds: float, **how: Any) -> None:
-        while missing() and not ended.exists():
+        while missing():
+            if ended.exists():
+                wait_for_all(missing, seconds=0.0, **how)
             time.sleep(0.01)
-        wait_for_all(missing, seconds=0.0, **how)
 
     is_first = os.environ["DILOCO_REPLICA"] == "0"
     if is_first:
@@ -266,6 +270,13 @@ def test_a_start_that_waits_says_for_whom_and_ends(replica, caplog, monkeypatch)
     ):
         diloco.connect(address, replica=replica, num_replicas=2, timeout_seconds=0.3)
     assert f"waiting for {missing} at {address} …" in caplog.messages
+
+
+def test_what_a_launcher_left_in_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(diloco.ExchangeError, match=r"replica 0 did not arrive .* RANK=1 and WORLD_SIZE=2"):
+        diloco.connect(f"127.0.0.1:{free_port()}", replica=0, num_replicas=2, timeout_seconds=0.3)
 
 
 def test_one_replica_alone_has_nobody_to_meet():

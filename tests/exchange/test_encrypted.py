@@ -18,7 +18,6 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from tests.exchange.test_connect import (
     CASE,
     SHARES,
-    connect_again,
     error_of_connect,
     train_connected,
     train_with_ddp,
@@ -71,15 +70,6 @@ def test_messages_of_any_size_arrive_whole_in_whatever_order(num_replicas):
     arguments = (exchange_out_of_order, 2, LENGTHS)
     answered = run_replicas(secretly, num_replicas, *arguments, joined=False)
     assert answered == [set(range(num_replicas)) - {replica} for replica in range(num_replicas)]
-
-
-@pytest.mark.slow
-def test_replicas_that_have_closed_connect_again(tmp_path):
-    for leader in (False, True):
-        folder = tmp_path / str(leader)
-        folder.mkdir()
-        one, other = run_replicas(secretly, 2, connect_again, leader, str(folder), joined=False)
-        assert one == other and len(one) == 1
 
 
 @pytest.mark.slow

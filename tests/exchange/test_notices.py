@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.engine.cases import Case, inner_step
 from tests.ports import free_port
@@ -86,19 +89,57 @@ def finish_unevenly() -> str:
 
 def test_finish_compares_the_steps():
     for message in run_replicas(finish_unevenly, 2):
-        assert "number of inner steps at finish(): replica 0 has 5, replica 1 has 6" in message
+        assert "number of inner steps at finish(): replica 0 has 5, replica 1 has 6; let all" in message
 
 
 @pytest.mark.parametrize("has_finished_before", [False, True])
 def test_the_notice_of_an_earlier_finish_stops_nobody(has_finished_before):
     store, reasons = dist.HashStore(), []
     mine, theirs = (Notices(store, replica, 2, 2) for replica in range(2))
+    wait = SimpleNamespace(tag=Tag(Channel.PAYLOAD, step=12), interrupt=reasons.append)
     if has_finished_before:
         with mine.finishing(8):
             pass
-    with theirs.finishing(8), mine.watching(Tag(Channel.PAYLOAD, step=12), reasons.append):
+    with theirs.finishing(8), mine.watching(wait):
         mine.look()
     assert bool(reasons) != has_finished_before
+
+
+def interrupt_what_has_come() -> list[int]:
+    """A wait that is interrupted after its message has come: the first of two, and the second is here."""
+    way = exchange()
+    other, payload = 1 - way.replica, torch.full((9,), way.replica, dtype=torch.uint8)
+    first, second = (way.start({other: payload}, Tag(Channel.PAYLOAD, 0, n)) for n in (1, 2))
+    second.wait()
+    first.interrupt("it is in vain")
+    return first.wait()[other].tolist()
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_an_interruption_takes_no_message_away(joined):
+    assert run_replicas(interrupt_what_has_come, 2, joined=joined) == [[1] * 9, [0] * 9]
+
+
+def end_amid_a_payload(secret: str | None) -> tuple[tuple[int, ...], str]:
+    """The replicas that are missing when replica 1 ends, and a part of its payload has come; and the error."""
+    notices._SECONDS_BETWEEN_LOOKS = 0.05
+    way = diloco.connect(timeout_seconds=TIMEOUT_SECONDS, secret=secret)
+    payloads = {1 - way.replica: torch.ones(1 << 27, dtype=torch.uint8)}
+    way.start({1 - way.replica: torch.ones(1, dtype=torch.uint8)}, Tag(Channel.PAYLOAD, 0, 1)).wait()
+    messages = way.start(payloads, Tag(Channel.PAYLOAD, 0, 2))
+    if way.replica == 1:
+        while not messages.incoming[0][0]:
+            time.sleep(0.001)
+        os._exit(1)
+    with pytest.raises(diloco.ExchangeError) as caught:
+        messages.wait()
+    return caught.value.missing, str(caught.value)
+
+
+@pytest.mark.parametrize("secret", [None, "correct horse battery staple"])
+def test_a_replica_that_ends_amid_its_payload_is_missed_at_once(secret):
+    (missing, message), _ = run_replicas(end_amid_a_payload, 2, secret, joined=False, mortal=(1,))
+    assert missing == (1,) and "no payload from or to replica 1 (its process has ended, or" in message
 
 
 WAITING_IN_A_THREAD = """

@@ -32,6 +32,10 @@ NUMBERS = [
         (PLACE | {"replica": 2}, "replica=2 must be from 0 to below num_replicas=2"),
         *((PLACE | {name: value}, f"{name}=.* must be a") for name, value in NUMBERS),
         (PLACE | {"address": "192.0.2.1:1"}, "it must run on that host"),
+        *(
+            (PLACE | {"address": address}, "is no place to reach: give the address of replica 0's machine")
+            for address in ("0.0.0.0:1", "[::]:1")
+        ),
         (
             PLACE | {"secret": "hunter2"},
             r"secret has 7 characters and must have at least 16.*secrets.token_hex\(16\)",
@@ -51,7 +55,10 @@ def test_connect(arguments, message):
 def test_a_port_in_use():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(diloco.UserError, match=f"replica 0 can't listen at address=127.0.0.1:{port} .*in use"):
+        with pytest.raises(
+            diloco.UserError,
+            match=f"replica 0 can't listen at address=127.0.0.1:{port} .*in use.*a port of its own",
+        ):
             diloco.connect(f"127.0.0.1:{port}", replica=0, num_replicas=2)
 
 

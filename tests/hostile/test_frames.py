@@ -7,6 +7,7 @@ import struct
 import threading
 from contextlib import suppress
 from datetime import timedelta
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -213,13 +214,14 @@ def test_hostile_notices_end_the_wait(text):
     notices = Notices(store, 0, 2, 2)
     store.set("finishing/1", text)
     reasons: list[str] = []
-    with notices.watching(Tag(Channel.PAYLOAD, 0, 1, step=5), reasons.append):
+    wait = SimpleNamespace(tag=Tag(Channel.PAYLOAD, 0, 1, step=5), interrupt=reasons.append)
+    with notices.watching(wait):
         notices.look()
     assert "replica 1 posted a notice that this version can't read" in reasons[0]
 
 
 ARRIVAL = {"num_replicas": 2, "leader": False, "num_connections": 1, "processes_per_replica": 1}
-ARRIVAL |= {"job": None, "process": "f00d"}
+ARRIVAL |= {"job": None, "process": "f00d/1", "number": 1}
 
 
 def test_an_arrival_is_read():

@@ -49,6 +49,27 @@ class Module(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)]
 
 
+class StepsByHand(Module):
+    """Steps each of its optimizers so often in a batch, and in every other batch not at all."""
+
+    def __init__(self, *num_steps: int, outside: nn.Module | None = None) -> None:
+        super().__init__()
+        self.num_steps, self.of_optimizers = num_steps, {"outside": outside}  # a dict hides the module
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        optimizers = self.optimizers() if len(self.num_steps) > 1 else [self.optimizers()]
+        for optimizer, num_steps in zip(optimizers, self.num_steps, strict=True):
+            for _ in range(num_steps * (batch_idx % 2)):
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch[0]))
+                optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        trained = self.of_optimizers["outside"] or self
+        return [torch.optim.SGD(trained.parameters(), lr=0.02) for _ in self.num_steps]
+
+
 def data(seed: int, num_rows: int) -> Any:
     rows = torch.randn(num_rows, 8, generator=torch.Generator().manual_seed(seed))
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=16)

@@ -101,8 +101,52 @@ def test_two_replicas_are_killed_and_resume(tmp_path):
     assert after < evaluated
 
 
-def test_a_loop_without_step_is_refused_and_an_error_in_it_stays_what_it_is():
-    with pytest.raises(diloco.UserError, match="no inner step was counted: call step"), Job().diloco:
+@pytest.mark.filterwarnings("ignore:after")  # nothing was sent
+def test_micro_steps_of_an_accumulation_by_hand_do_not_count():
+    """As run_clm_no_trainer accumulates, with `step()` at the end of the body, where LocalSGD's stands."""
+    job = Job()
+    with job.diloco as diloco_:
+        for micro_step in range(12):
+            job.accelerator.backward(job.loss(torch.ones(2, 8)) / 4)
+            if micro_step % 4 == 3:
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+            diloco_.step()
+    job.optimizer.step()
+    assert diloco_.engine.num_steps == 3
+
+
+@pytest.mark.filterwarnings("ignore:after")
+def test_the_optimizer_must_be_prepared_and_train_the_model():
+    job = Job()
+    job.accelerator._optimizers.clear()
+    with pytest.raises(diloco.UserError, match=r"prepare the optimizer with accelerator\.prepare"), job.diloco:
+        pass
+    job = Job()
+    other, _ = job.accelerator.prepare(nn.Linear(2, 2), torch.optim.SGD([torch.ones(1, requires_grad=True)]))
+    with job.diloco:  # the last optimizer is that of another model
+        job.optimizer.step()
+    assert job.diloco.engine.num_steps == 1
+    job = Job()
+    job.accelerator._optimizers[:] = [torch.optim.SGD(other.parameters())]
+    with pytest.raises(diloco.UserError, match="trains none of the parameters that the engine"), job.diloco:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:after")
+def test_a_loop_over_epochs_enters_one_context_and_makes_no_other():
+    from diloco.integrations.accelerate import DiLoCo
+
+    job = Job()
+    job.train(1, 4)
+    job.train(5, 8)
+    assert job.diloco.engine.num_steps == 8
+    with pytest.raises(diloco.UserError, match="make one before the loop over epochs, and enter it"):
+        DiLoCo(accelerator=job.accelerator, model=job.model, build=build)
+
+
+def test_a_loop_without_a_step_is_refused_and_an_error_in_it_stays_what_it_is():
+    with pytest.raises(diloco.UserError, match="the optimizer took no step"), Job().diloco:
         pass
     with pytest.raises(KeyError), Job().diloco:
         raise KeyError

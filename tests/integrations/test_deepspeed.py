@@ -36,7 +36,8 @@ def deepspeed_model(stage: int, dtype: str):
     deepspeed.ops.__compatible_ops__.clear()
 
     config = {
-        "train_micro_batch_size_per_gpu": 16,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
@@ -64,14 +65,18 @@ def train(
         masters=DeepSpeedMasters(model) if adapted else None,
         exchange=diloco.connect(replica=number // 2, num_replicas=2, leader=leader, timeout_seconds=20),
     )
+    if adapted:
+        engine.attach(model.optimizer)
     data = torch.Generator().manual_seed(number)
-    for _ in range(36):
-        inputs = torch.randn(16, 8, generator=data).to(DTYPES[dtype])
+    for micro_step in range(72):
+        inputs = torch.randn(8, 8, generator=data).to(DTYPES[dtype])
         loss = (model(inputs).squeeze(1) - inputs.sum(1)).float().square().mean()
         model.backward(loss)
         model.step()
-        engine.step()
+        if not adapted and micro_step % 2:
+            engine.step()
     engine.finish()
+    assert engine.num_steps == 36, "micro-steps do not count"
     outer = engine.outer_parameters()
     parameters = dict(model.module.named_parameters())
     for name, master in DeepSpeedMasters(model).read(tuple(parameters)).items():

@@ -79,6 +79,23 @@ def test_one_trainer_whose_processes_are_replicas_is_refused(jobs, tmp_path, mon
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("steps_of_batch", "num_steps"), [((3,), 9), ((2, 1), 3)], ids=["one", "several"])
+def test_the_steps_of_a_manual_optimization_count(jobs, tmp_path, steps_of_batch, num_steps):
+    """In three of six batches; of several optimizers a batch counts once."""
+    changes = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "limit_train_batches": 6, "max_epochs": 1}
+    trainer = jobs.trainer_of(str(tmp_path), **changes)
+    jobs.fit(trainer, jobs.StepsByHand(*steps_of_batch))
+    assert jobs.engine_of(trainer).num_steps == num_steps
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_of_another_model_is_refused(jobs, tmp_path):
+    changes = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    with pytest.raises(diloco.UserError, match="trains none of the parameters that the engine exchanges"):
+        jobs.fit(jobs.trainer_of(str(tmp_path), **changes), jobs.StepsByHand(1, outside=jobs.Module()))
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_of_another_kind_is_refused(jobs, tmp_path):
     trainer = jobs.trainer_of(str(tmp_path), max_epochs=1)
     with pytest.raises(diloco.UserError, match="the engine is built when trainer"):

@@ -373,6 +373,12 @@ class ScheduleFree(torch.optim.SGD):
     def train(self) -> None: ...
 
 
+def test_an_optimizer_of_another_model_is_refused(tmp_path):
+    optimizer = torch.optim.AdamW(llama().parameters())
+    with pytest.raises(diloco.UserError, match="trains none of the parameters that the engine exchanges"):
+        trainer_of(str(tmp_path), max_steps=1, optimizers=(optimizer, None)).train()
+
+
 def test_evaluations_of_other_parameters_than_theta_are_refused(tmp_path):
     model = llama()
     schedule_free = ScheduleFree(model.parameters(), lr=0.1)

@@ -108,12 +108,13 @@ def looked_up(content: object = None, **values: object) -> Act:
     return act
 
 
-def sharded(index: str | None) -> Act:
+def sharded(index: str | list[str] | None) -> Act:
     def act(folder: Path) -> None:
         write_config(folder)
         (folder / "pytorch_model.bin").touch()
         if index is not None:
-            (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": "{index}"}}}}')
+            shards = index if isinstance(index, list) else {"a": index}
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
         hugging_face_model(str(folder))
 
     return act
@@ -142,6 +143,7 @@ LOOK_UPS: list[tuple[Act, str, str]] = [
     (sharded(None), "has its weights as a pickle: save them as model.safetensors", "model.hf"),
     (sharded("../a.safetensors"), "a shard lies outside of its directory", "model.hf"),
     (sharded("a.safetensors"), "has no a.safetensors", "model.hf"),
+    (sharded(["a"]), "index.json can't be read: ", "model.hf"),
     (
         fitted(258, 64),
         "has vocab_size=257, fewer than the 258 entries of data.tokenizer: choose",
@@ -194,9 +196,12 @@ def test_weights_that_changed_are_gone_or_make_no_model_are_refused(tmp_path, mo
     write_model(folder, initializer_range=0.5)
     config.build(seed=0)  # evaluates a run, whose own parameters take the place of these
     drawn = hugging_face_model(str(write_config(tmp_path, n_head=5)))
+    damaged = write_model(tmp_path / "damaged") / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-4])
     for one, words in (
         (config, r"has other weights than those that the run began with .*: bring them"),
         (gone, "its weights can't be read: the directory is gone"),
+        (hugging_face_model(str(tmp_path / "damaged")), r"damaged/model\.safetensors can't be read: Error while"),
         (drawn, r"can't build it .ValueError: `embed_dim` must"),
         (lambda: hugging_face_model(str(write_config(folder, n_layer=5))), r"lack 12 .*such as transformer\.h\.4"),
         (lambda: hugging_face_model(str(write_config(folder, n_embd=16))), "its weights can't be read: "),

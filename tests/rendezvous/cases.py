@@ -8,6 +8,9 @@ from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.objects import Header
 from diloco.wire.payload import Codec
 
+AMOUNTS = {"step_tokens": 1000, "most_steps": 10**6}
+"""The amounts that a replica declares at its join."""
+
 
 class Log:
     """A log and its state; entries are not sealed, and digests are made up."""
@@ -27,7 +30,7 @@ class Log:
 
     def join(self, *names: str, key: str = "") -> "Log":
         for name in names:
-            self.add(Join(name=name, key=key), len(self.state.members))
+            self.add(Join(name=name, key=key, **AMOUNTS), len(self.state.members))
         return self
 
     def contribution(self, replica: int, fragment: int = 0, **changes) -> Contribution:

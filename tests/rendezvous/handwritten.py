@@ -9,13 +9,24 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tests.rendezvous.cases import header_of
+from tests.rendezvous.cases import AMOUNTS, header_of
 from torch import Tensor
 
 from diloco.files import sha256
 from diloco.outer.digest import outer_digest, parameters_hash
 from diloco.rendezvous.archive import INDEX, Index
-from diloco.rendezvous.log.entries import FORMAT, Body, Contribution, Create, Join, Outer, Rules, Snapshot
+from diloco.rendezvous.log.entries import (
+    FORMAT,
+    Body,
+    Close,
+    Contribution,
+    Create,
+    Join,
+    Leave,
+    Outer,
+    Rules,
+    Snapshot,
+)
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import ENTRY, sealed_entry
 from diloco.rendezvous.log.run import OuterRef, RunState
@@ -122,7 +133,7 @@ class Handwritten:
 
     def join(self, name: str) -> int:
         replica = len(self.state.members)
-        self.append(Join(name=name, key=self.signer(replica).public), author=replica)
+        self.append(Join(name=name, key=self.signer(replica).public, **AMOUNTS), author=replica)
         return replica
 
     def send(self, p: int, replica: int, *, stale: int = 0, tokens: int = 100) -> tuple[Contribution, Tensor]:
@@ -171,6 +182,12 @@ class Handwritten:
         self.path(snapshot_name(p, last_round, sha256)).write_bytes(b"".join(buffers))
         return self.append(Snapshot(fragment=p, round=last_round, sha256=sha256), author=author)
 
+    def close(self, *, author: int = 0, wrong: bool = False) -> int:
+        """A replica says that the token budget is spent, and closes the run."""
+        self.append(Leave(finished=True), author=author)
+        digests = (outer_digest(torch.from_numpy(outer_N + f32(wrong))) for outer_N in self.outer)
+        return self.append(Close(outer=tuple(f"{digest:016x}" for digest in digests)), author=author)
+
     def index(self, *, author: int = 0, **changes) -> int:
         made = Index(author=author, state=replace(self.state, **changes))
         self.path(INDEX.name(self.state.number)).write_bytes(INDEX.seal(made, self.signer(author)))
@@ -180,8 +197,14 @@ class Handwritten:
         """Two replicas; a third joins in the middle, and its payloads come a round late."""
         self.join("a")
         self.join("b")
+        self.train_on(rounds, snapshots_after=snapshots_after, index_after=index_after)
+
+    def train_on(
+        self, rounds: int, *, snapshots_after: Sequence[int] = (), index_after: int | None = None
+    ) -> None:
+        """The rounds up to a number, after those that were taken."""
         late: dict[int, tuple[Contribution, Tensor]] = {}
-        for number in range(1, rounds + 1):
+        for number in range(self.state.fragments[0].round + 1, rounds + 1):
             for p in range(len(self.outer)):
                 sent = [self.send(p, 0), self.send(p, 1, tokens=150)]
                 if p in late:

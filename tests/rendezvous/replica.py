@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+from tests.rendezvous.cases import AMOUNTS
 from tests.rendezvous.referee import (
     NUM_ELEMENTS,
     FakeSigner,
@@ -158,7 +159,7 @@ class Replica:
         data = self.store.objects.get(ENTRY.name(self.state.number))
         if data is None:
             if self.number < 0:
-                join = Join(name=self.name, key=self.key)
+                join = Join(name=self.name, key=self.key, **AMOUNTS)
                 if self.state.refusal_of_joiner(join):
                     self.living = False
                 else:

@@ -13,7 +13,7 @@ from tests.rendezvous.referee import (
 )
 from tests.rendezvous.replica import OVERLAP, PATIENCE, Replica
 
-from diloco.rendezvous.log.entries import FORMAT, Create, Keys, Leave, Rules
+from diloco.rendezvous.log.entries import FORMAT, Close, Create, Keys, Leave, Rules
 from diloco.rendezvous.log.log import ENTRY, sealed_entry
 
 FAULTS = (*(Fault.NONE,) * 5, Fault.LOST, Fault.ANSWER_LOST, Fault.LATE)
@@ -95,7 +95,7 @@ class Run:
         elif action < 236:
             replica.asleep = True
         elif action >= 242:
-            replica.append(Leave(finished=parameter == 255), fault)
+            replica.append(Leave(finished=parameter >= 224), fault)
 
     def _rekey(self, name: str, *, is_revoked: bool) -> None:
         keys = (public_key(name),)
@@ -103,6 +103,27 @@ class Run:
         self._admit(body, previous=self.referee.state.previous, keys=self.referee.state.keys)
 
     def finish(self) -> None:
+        """Let the log grow, and close the run if somebody has said that the token budget is spent."""
+        self._grow()
+        state = self.referee.state
+        left = [number for number, member in enumerate(state.members) if member.left and not member.fenced]
+        closers = [replica for replica in self.replicas if replica.number in left]
+        if not state.finished or not closers:
+            return
+        closer = closers[-1]
+        while closer.follow():
+            pass
+        closer.append(Close(outer=closer.outer.checksums()), Fault.NONE)
+        self._catch_up()
+        for replica in self.living:
+            assert replica.outer.checksums() == self.referee.state.closed, "all have the Θ of the run's end"
+            replica.train(1)
+            for p in range(self.rules.num_fragments):
+                replica.send(p, Fault.NONE)
+                replica.decide(p, Fault.NONE, hidden=-1)
+        assert self.referee.state.number == state.number + 1, "nothing follows"
+
+    def _grow(self) -> None:
         """Without faults from here on: late requests arrive, and the log grows while there is a replica."""
         while self.store.late:
             self.store.deliver(0)
@@ -118,10 +139,8 @@ class Run:
             self._catch_up()
         state = self.referee.state
         if not self.living or not state.is_complete:
-            assert state.finished or self.keyed or not state.is_complete, "nobody can join"
+            assert self.keyed or not state.is_complete, "nobody can join"
             return
-        if state.finished and self.rules.quorum == "all":
-            return  # nobody can take the place of a replica that died after the end
         for _ in range(2 * (OVERLAP + PATIENCE + 2)):
             for replica in self.living:
                 replica.train(1)

@@ -126,7 +126,7 @@ def test_an_index_that_nobody_may_read_is_not_written(run: Handwritten, monkeypa
 
 def test_of_the_snapshots_that_wait_the_newest_of_each_fragment_is_uploaded(tmp_path: Path) -> None:
     """While the first is on its way, ten more of fragment 0 and one of fragment 1 are made."""
-    store, log = Store.open(str(tmp_path)), SimpleNamespace(check_there=lambda: asyncio.sleep(0))
+    store, log = Store.open(str(tmp_path)), SimpleNamespace(check_mounted=lambda: asyncio.sleep(0))
     create, may_upload, entries = store.create, asyncio.Event(), []
 
     async def held_create(name: str, *arguments, **limits) -> object:

@@ -32,22 +32,21 @@ def test_a_directory_is_sound(tmp_path: Path):
 
 
 def test_a_store_in_which_every_racer_wins_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    put = obstore.put_async
 
-    async def overwrite(*arguments: object, **options: object) -> object:
-        return await put(*arguments, **{**options, "mode": "overwrite"})
+    async def overwrite(self: Store, name: str, parts: list[memoryview]) -> None:
+        await obstore.put_async(self._client, name, parts, mode="overwrite")
 
-    monkeypatch.setattr(obstore, "put_async", overwrite)
+    monkeypatch.setattr(Store, "_put", overwrite)
     with pytest.raises(StoreError, match=r"in 4 of 4 races the store told more than one racer .*: take another"):
         asyncio.run(assert_sound(Store.open(str(tmp_path))))
 
 
 @pytest.mark.slow
 def test_a_store_that_can_not_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    async def nothing(*arguments: object) -> AsyncIterator[list[dict]]:
+    async def nothing(*arguments: object, **options: object) -> AsyncIterator[list[dict]]:
         yield []
 
-    async def denied(*arguments: object) -> AsyncIterator[list[dict]]:
+    async def denied(*arguments: object, **options: object) -> AsyncIterator[list[dict]]:
         raise PermissionDeniedError("listing")
         yield []
 

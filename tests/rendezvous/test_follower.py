@@ -1,6 +1,7 @@
 """A replica writes all that it has to write, also what came while another entry was on its way."""
 
 import asyncio
+import dataclasses
 import json
 import time
 
@@ -10,6 +11,7 @@ from tests.engine.test_elastic import until
 from tests.rendezvous.replicas import P, Replica
 
 import diloco
+from diloco.rendezvous.follower import Delivery
 from diloco.rendezvous.store import Store
 
 
@@ -54,6 +56,20 @@ def test_a_replica_does_not_go_on_alone_in_a_directory_that_was_unmounted(tmp_pa
         replica.step(pause_seconds=0.004)
     url.rename(tmp_path / "mounted")
     url.mkdir(exist_ok=True)
-    with pytest.raises(diloco.ExchangeError, match=r"the run is not in .* emptied, or unmounted"):
+    with pytest.raises(diloco.ExchangeError, match=r"entry \d+ of the log is not in .* emptied, or unmounted"):
         until(lambda: False, replica)
     assert len(list(url.glob("log/*"))) < 2, "a write that the unmount has overtaken, at the most"
+
+
+def test_the_end_of_a_run_is_seen_after_its_last_decision(tmp_path, monkeypatch):
+    replica = Replica(str(tmp_path / "store"))
+    replica.vanish()  # the test is the only one that changes the log
+    follower = replica.exchange._seated.follower
+
+    def is_done(delivery: Delivery) -> bool:
+        """Nothing waits, and right after that the loop reads an outer entry, and the one that closes the run."""
+        follower._log.state = dataclasses.replace(follower.state, closed=("0" * 16,) * P)
+        return True
+
+    monkeypatch.setattr(Delivery, "is_done", property(is_done))
+    assert follower.closed == ()

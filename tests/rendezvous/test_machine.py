@@ -5,14 +5,26 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rendezvous.cases import Log
+from tests.rendezvous.cases import AMOUNTS, Log
 from tests.rendezvous.simulated import simulate
 
 from diloco.files import sha256
-from diloco.rendezvous.log.entries import FORMAT, Create, Join, Keys, Leave, LogError, Outer, Rules, Snapshot
+from diloco.rendezvous.log.entries import (
+    FORMAT,
+    Close,
+    Create,
+    Join,
+    Keys,
+    Leave,
+    LogError,
+    Outer,
+    Rules,
+    Snapshot,
+)
 from diloco.rendezvous.log.run import RunState
 
 A, B, CREATOR = "a" * 64, "b" * 64, "c" * 64
+END = ("0" * 16, "f" * 16)
 CREATE = Create(format=FORMAT, rules=Rules(num_fragments=1), facts={}, creator="")
 
 
@@ -47,8 +59,8 @@ def outer(log: Log, *contributions, **changes) -> Outer:
         (lambda log: outer(log, log.contribution(0), log.contribution(7)), 0, "has not joined"),
         (lambda log: outer(log, log.contribution(0)), 3, "which has not joined"),
         (lambda log: outer(log, log.contribution(0)), -1, "which has not joined"),
-        (lambda log: Join(name="d", key=""), 4, "the next number is 3"),
-        (lambda log: Join(name="d", key=A), 3, "in a run without keys"),
+        (lambda log: Join(name="d", key="", **AMOUNTS), 4, "the next number is 3"),
+        (lambda log: Join(name="d", key=A, **AMOUNTS), 3, "in a run without keys"),
         (lambda log: Keys(allowed=(A,)), -1, "changes the allow-list"),
         (lambda log: Keys(allowed=(A,)), 0, "changes the allow-list"),
         (
@@ -59,6 +71,12 @@ def outer(log: Log, *contributions, **changes) -> Outer:
         (lambda log: Snapshot(fragment=0, round=4, sha256=A), 0, "snapshot of round 4"),
         (lambda log: Snapshot(fragment=0, round=0, sha256=A), 0, "snapshot of round 0"),
         (lambda log: Snapshot(fragment=2, round=1, sha256=A), 0, "fragment 2, and there are 2"),
+        (
+            lambda log: outer(log, log.contribution(0, tokens=1 << 39)),
+            0,
+            "but it claims 549755813888 tokens",
+        ),
+        (lambda log: Close(outer=END), 0, "closes the run before its token budget is spent"),
     ],
 )
 def test_an_entry_that_is_not_valid_is_refused_with_its_number(log, body, author, reason):
@@ -67,7 +85,7 @@ def test_an_entry_that_is_not_valid_is_refused_with_its_number(log, body, author
 
 
 def test_an_entry_follows_the_one_before_it(log):
-    entry = log.entry(Join(name="d", key=""), 3, sha256(b"another"))
+    entry = log.entry(Join(name="d", key="", **AMOUNTS), 3, sha256(b"another"))
     with pytest.raises(LogError, match="does not follow the entry before it"):
         log.state.after(entry, sha256(b""))
 
@@ -79,6 +97,41 @@ def test_who_has_left_or_was_fenced_writes_nothing(log, body):
     for author in (0, 1):
         with pytest.raises(LogError, match="has left, or was replaced"):
             log.add(body, author)
+
+
+def test_nothing_follows_the_entry_that_closes_a_run(log):
+    log.add(Leave(finished=False), 1)
+    with pytest.raises(LogError, match="closes the run before its token budget is spent"):
+        log.add(Close(outer=END), 1)
+    log.add(Leave(finished=True), 0)
+    log.outer(log.contribution(2))  # what others have sent is still decided
+    for body, author, reason in (
+        (Close(outer=END), 2, "its author has left"),
+        (Close(outer=END[:1]), 0, "with 1 fragments, and there are 2"),
+        (Close(outer=END), 3, "has not joined"),
+    ):
+        with pytest.raises(LogError, match=reason):
+            log.add(body, author)
+    assert log.state.is_active(2) and not log.state.closed
+    log.add(Close(outer=END), 0)
+    assert log.state.closed == END and not log.state.active
+    assert log.state.refusal(0, log.contribution(2)) == "the run is closed"
+    for body in (
+        outer(log, log.contribution(2), round=5),
+        Leave(finished=True),
+        Snapshot(fragment=0, round=4, sha256=A),
+        Close(outer=END),
+        Join(name="d", key="", **AMOUNTS),
+        Keys(allowed=(A,)),
+    ):
+        with pytest.raises(LogError, match="follows the entry that closes the run"):
+            log.add(body, 2)
+
+
+def test_a_replica_has_everything_up_to_the_entry_before_the_first_outer_step_that_it_lacks(log):
+    log.outer(log.contribution(0, 1), fragment=1)  # entry 7, after three rounds of fragment 0
+    state = log.add(Leave(finished=False), 2)
+    assert [state.reached(rounds) for rounds in ((3, 1), (3, 0), (2, 1), (0, 0))] == [8, 6, 5, 3]
 
 
 def test_nothing_is_stepped_before_all_have_joined():
@@ -105,7 +158,7 @@ def test_the_creator_alone_changes_the_allow_list_and_a_revoked_key_shuts_out_at
     state = log.add(keys.body, -1)
     assert state.allowed == (B,) and state.kept == (state.number - 1,)
     with pytest.raises(LogError, match="names entry 0 as the newest change of the allow-list"):
-        state.after(log.entry(Join(name="b", key=B), 1, state.previous, keys=0), A)
+        state.after(log.entry(Join(name="b", key=B, **AMOUNTS), 1, state.previous, keys=0), A)
     assert "was replaced" in state.refusal(0, log.contribution(0, seq=1)), "its payloads count no more"
     log.join("a", key=B)
     assert log.state.signer(log.entry(Leave(finished=False), 1, "")) == B
@@ -130,7 +183,7 @@ def test_entry_0_creates_a_run_of_this_format():
     body = CREATE
     for changed, author, reason in (
         (body, 0, "does not create a run"),
-        (Join(name="a", key=""), -1, "does not create a run"),
+        (Join(name="a", key="", **AMOUNTS), -1, "does not create a run"),
         (replace(body, format=1), -1, f"is of format 1, and this diloco reads format {FORMAT}"),
         (replace(body, allowed=(A,)), -1, "is not signed"),
     ):

@@ -27,10 +27,12 @@ async def is_there() -> None:
 
 
 def access_of(
-    create: Callable[..., Awaitable[None]], check_there: Callable[[], Awaitable[None]] = is_there
+    create: Callable[..., Awaitable[None]], check_mounted: Callable[[], Awaitable[None]] = is_there
 ) -> SimpleNamespace:
     objects = SimpleNamespace(store=SimpleNamespace(create=create), form=FORM, run="0" * 64)
-    return SimpleNamespace(objects=objects, log=SimpleNamespace(check_there=check_there), signer=Signer(), own=0)
+    return SimpleNamespace(
+        objects=objects, log=SimpleNamespace(check_mounted=check_mounted), signer=Signer(), own=0
+    )
 
 
 FORM = Form(codec=codec("fp32"), sizes=(4, 4), seed=0, second=None)

@@ -13,8 +13,9 @@ from tests.rendezvous.handwritten import Handwritten
 
 import diloco
 from diloco.errors import FileError, UserError
+from diloco.rendezvous.log.entries import Body, Outer
 from diloco.rendezvous.log.keys import Signer, write_key
-from diloco.rendezvous.log.log import ENTRY
+from diloco.rendezvous.log.log import ENTRY, sealed_entry
 from diloco.rendezvous.objects import PAYLOAD
 from diloco.rendezvous.replay import Replay, replayed
 
@@ -161,6 +162,29 @@ def send_against_another_theta(run: Handwritten) -> None:
     run.step(0, [run.send(0, 0)])
 
 
+def write_unchecked(run: Handwritten, body: Body, author: int) -> None:
+    """Write the next entry as a replica would that does not keep the rules."""
+    data = sealed_entry(body, run.signer(author), author=author, previous=run.state.previous, keys=run.state.keys)
+    run.path(ENTRY.name(run.state.number)).write_bytes(data)
+
+
+def claim_tokens_that_cannot_be(run: Handwritten) -> None:
+    contribution, _ = run.send(0, 1, tokens=1 << 39)
+    parts = {"fragment": 0, "round": 4, "before": "0" * 16, "contributions": (contribution,)}
+    write_unchecked(run, Outer(**parts), 1)
+
+
+def step_after_the_end(run: Handwritten) -> None:
+    contribution, _ = run.send(0, 1)
+    run.close()
+    parts = {"fragment": 0, "round": 4, "before": "0" * 16, "contributions": (contribution,)}
+    write_unchecked(run, Outer(**parts), 1)
+
+
+def close_with_another_theta(run: Handwritten) -> None:
+    run.close(wrong=True)
+
+
 VIOLATIONS = [
     (change_an_entry, "entry 4 of the log is forged"),
     (cut_an_entry, "entry 4 of the log can't be used"),
@@ -176,6 +200,12 @@ VIOLATIONS = [
     (lie_in_a_snapshot, "snapshot of entry 10 of the log is not what the entries before it make"),
     (lie_in_an_index, "index 10 of the log does not say what the entries 0 to 9 say"),
     (lie_about_theta, "entry 10 of the log: the outer parameters of fragment 0 after round 3"),
+    (
+        claim_tokens_that_cannot_be,
+        "entry 10 of the log counts payload 6 of replica 1, but it claims 54975581388",
+    ),
+    (step_after_the_end, "entry 12 of the log follows the entry that closes the run"),
+    (close_with_another_theta, "entry 11 of the log: the outer parameters of fragment 0 after round 3 are"),
     (send_against_another_theta, "entry 10 of the log counts payloads/0/00000006, which was taken against other"),
 ]
 
@@ -189,6 +219,39 @@ def test_a_run_that_was_tampered_with_is_refused(tamper, sentence, tmp_path) -> 
     tamper(run)
     with pytest.raises(FileError, match=sentence.replace("(", r"\(")):
         replayed(str(run.directory), initial=lambda facts: run.initial)
+
+
+@pytest.mark.parametrize(("with_initial", "retires"), [(True, False), (False, False), (False, True)])
+def test_a_snapshot_that_was_not_retired_is_checked_however_old(with_initial, retires, tmp_path) -> None:
+    """Repeated outer steps check all of it; without them, the digest of Θ in the log."""
+    run = Handwritten(tmp_path / "run")
+    run.train(1)
+    wrong = run.snapshot(0, wrong=True)
+    run.train_on(8, snapshots_after=(3, 5, 7))
+    if retires:
+        run.retire()
+    sentence = f"the snapshot of entry {wrong} of the log"
+    with pytest.raises(FileError, match=sentence):
+        replayed(str(run.directory), initial=lambda facts: run.initial if with_initial else None)
+    for path in run.path("snapshots/0").glob("1-*"):
+        path.unlink()
+    replay = replayed(str(run.directory), initial=lambda facts: run.initial if with_initial else None)
+    unchecked = [note for note in replay.notes if "snapshots/" in note]
+    assert replay.checked.snapshots == 6 and len(unchecked) == (not with_initial)
+    assert with_initial or unchecked[0].count("snapshots/") == 2, "those after round 3, of which Θ alone is known"
+
+
+def test_what_diloco_has_not_written_is_named_as_foreign(tmp_path) -> None:
+    run = Handwritten(tmp_path / "run")
+    run.train(3, snapshots_after=(2,))
+    for name in ("log/zzz", "log/abc.tmp", f"snapshots/0/2-{'0' * 64}"):
+        run.path(name).write_bytes(b"foreign")
+    replay = replayed(str(run.directory), initial=lambda facts: run.initial)
+    check(replay, run)
+    assert list(replay.notes) == [
+        "log/abc.tmp, log/zzz: diloco has not written them, and nobody reads them",
+        f"no entry names snapshots/0/2-{'0' * 64}",
+    ]
 
 
 def test_a_rule_that_is_not_diloco_s_own_is_not_repeated(tmp_path) -> None:

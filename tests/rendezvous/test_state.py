@@ -1,9 +1,9 @@
 """The active replicas, the slot that a joiner gets, and the payloads and joiners that are refused."""
 
 import pytest
-from tests.rendezvous.cases import Log
+from tests.rendezvous.cases import AMOUNTS, Log
 
-from diloco.rendezvous.log.entries import Join, Leave
+from diloco.rendezvous.log.entries import Close, Join, Leave
 
 
 def slots(log: Log) -> list[int]:
@@ -20,7 +20,7 @@ def test_a_joiner_takes_a_free_slot_before_one_that_somebody_may_come_back_to():
     log.join("f")
     assert slots(log)[-1] == 1 and log.state.members[1].fenced, "then that of b, which is not active"
     assert log.state.free_slot("g") is None
-    assert "all 4 slots" in log.state.refusal_of_joiner(Join(name="g", key=""))
+    assert "all 4 slots" in log.state.refusal_of_joiner(Join(name="g", key="", **AMOUNTS))
 
 
 def test_a_name_gets_its_slot_again_where_the_log_stands():
@@ -53,14 +53,17 @@ def test_a_replica_is_active_for_2p_outer_entries_after_its_join_or_contribution
         ({"base_round": 8}, "made against round 8"),
         ({"norm": 20.1}, "its norm is 20.1"),
         ({"position": 1 << 60}, "position"),
-        ({"tokens": 1 << 41}, "no replica reads"),
-        ({"steps": 1 << 41}, "no replica reads"),
+        ({"tokens": 1 << 39}, "it claims 549755813888 tokens in 1 steps, and a has declared 1000 per step at the"),
+        ({"tokens": 2001, "steps": 2}, "2001 tokens in 2 steps"),
+        ({"steps": 10**6 + 1}, "it claims 1000001 inner steps, and a has declared 1000000 at the most"),
+        ({"position": 11 + 10**9}, "is not in the text from 0 to 1000000010"),
     ],
 )
 def test_a_payload_is_refused_with_the_reason(changes, reason):
     log = Log(num_fragments=2).join("a").rounds(12, 0)
     log.outer(log.contribution(0, 1, seq=20), fragment=1)
     assert log.state.refusal(0, log.contribution(0)) is None
+    assert log.state.refusal(0, log.contribution(0, tokens=2000, steps=2, position=10 + 10**9)) is None
     assert reason in log.state.refusal(0, log.contribution(**({"replica": 0} | changes)))
 
 
@@ -86,14 +89,18 @@ def test_payloads_of_who_left_count_and_of_who_was_fenced_do_not():
 def test_joiners_are_refused_with_the_reason():
     run = Log(num_fragments=1, creator="0" * 64, allowed=("1" * 64, "2" * 64)).join("a", key="1" * 64)
     state = run.state
-    assert "not on the run's allow-list" in state.refusal_of_joiner(Join(name="b", key="3" * 64))
-    assert "not on the run's allow-list" in state.refusal_of_joiner(Join(name="b", key=""))
-    assert "another key" in state.refusal_of_joiner(Join(name="a", key="2" * 64))
-    assert state.refusal_of_joiner(Join(name="a", key="1" * 64)) is None
+    assert "not on the run's allow-list" in state.refusal_of_joiner(Join(name="b", key="3" * 64, **AMOUNTS))
+    assert "not on the run's allow-list" in state.refusal_of_joiner(Join(name="b", key="", **AMOUNTS))
+    assert "another key" in state.refusal_of_joiner(Join(name="a", key="2" * 64, **AMOUNTS))
+    assert state.refusal_of_joiner(Join(name="a", key="1" * 64, **AMOUNTS)) is None
     plain = Log(num_fragments=1).join("a")
-    assert "without keys" in plain.state.refusal_of_joiner(Join(name="b", key="1" * 64))
+    assert "without keys" in plain.state.refusal_of_joiner(Join(name="b", key="1" * 64, **AMOUNTS))
+    greedy = {"step_tokens": 1 << 30, "most_steps": 1 << 11}
+    assert "declares more tokens" in plain.state.refusal_of_joiner(Join(name="b", key="", **greedy))
     plain.add(Leave(finished=True), 0)
-    assert "has ended" in plain.state.refusal_of_joiner(Join(name="b", key=""))
+    assert plain.state.refusal_of_joiner(Join(name="b", key="", **AMOUNTS)) is None, "it may have to close the run"
+    plain.add(Close(outer=("0" * 16,)), 0)
+    assert "has ended" in plain.state.refusal_of_joiner(Join(name="b", key="", **AMOUNTS))
 
 
 def test_weights_are_by_tokens_or_by_tokens_squared_per_step():

@@ -61,5 +61,8 @@ def test_a_later_look_reads_what_is_new_and_nothing_else(tmp_path) -> None:
     assert store.requests.total() - before == 2
     run.append(Leave(finished=True), author=1)
     status = look.again()
-    assert status.finished and status.replicas[1].standing == "left" and status.num_active == 2
+    assert not status.finished and status.replicas[1].standing == "left" and status.num_active == 2
+    run.close()
+    status = look.again()
+    assert status.finished and status.entries == run.state.number and status.num_active == 0
     assert set(store.requests) <= {"get", "list"}

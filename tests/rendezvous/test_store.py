@@ -1,6 +1,8 @@
 import asyncio
+import errno
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -19,6 +21,7 @@ from diloco.rendezvous.store import (
     StoreError,
     StoreUnreachableError,
     Turns,
+    _Retry,
     lasting,
 )
 
@@ -46,7 +49,7 @@ def test_what_is_created_is_read_and_stays(tmp_path: Path):
             await store.create(name, b"payload")
         await store.delete(["absent", "log/0000000000", "empty", *several])
         assert await store.list("") == []
-        assert store.outage_seconds == 0.0
+        assert await store.list("", after="none") == [] and store.outage is None
 
     for url in (str(tmp_path / "store"), f"file://{tmp_path}/store"):
         asyncio.run(use(Store.open(url)))
@@ -64,28 +67,28 @@ def test_no_more_is_read_than_an_object_may_have(tmp_path: Path):
 
 def test_an_upload_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # The request is carried out, and the connection closes before its answer.
-    put = obstore.put_async
+    put = Store._put
 
-    async def lose_answer(*arguments: object, **options: object) -> None:
-        await put(*arguments, **options)
-        monkeypatch.setattr(obstore, "put_async", put)
+    async def lose_answer(*arguments) -> None:
+        await put(*arguments)
+        monkeypatch.setattr(Store, "_put", put)
         raise GenericError("Generic S3 error: HTTP error: error sending request")
 
-    monkeypatch.setattr(obstore, "put_async", lose_answer)
+    monkeypatch.setattr(Store, "_put", lose_answer)
     store = Store.open(str(tmp_path))
     assert asyncio.run(store.create("log/0", b"mine")) is None
-    assert store.requests == {"create": 1, "get": 1} and store.outage_seconds == 0
+    assert store.requests == {"create": 1, "get": 1} and store.outage is None
 
 
 def test_exists_of_what_has_not_landed_means_another_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # S3 answers 409 while somebody else's conditional write is in progress, which may fail after all.
-    put = obstore.put_async
+    put = Store._put
 
-    async def answer_conflict(*arguments: object, **options: object) -> None:
-        monkeypatch.setattr(obstore, "put_async", put)
+    async def answer_conflict(*arguments: object) -> None:
+        monkeypatch.setattr(Store, "_put", put)
         raise AlreadyExistsError("Object at location log/0 already exists")
 
-    monkeypatch.setattr(obstore, "put_async", answer_conflict)
+    monkeypatch.setattr(Store, "_put", answer_conflict)
     store = Store.open(str(tmp_path))
     assert asyncio.run(store.create("log/0", b"mine")) is None
     assert store.requests == {"create": 2, "get": 1}
@@ -97,24 +100,78 @@ def test_patience_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch):
     store, sentence = Store.open("s3://bucket/run"), r"can't create log/0 in s3://bucket/run within 0.3 s: check"
     with pytest.raises(StoreUnreachableError, match=sentence) as refusal:
         asyncio.run(store.create("log/0", b"mine", patience_seconds=0.3))
-    assert "\n" not in str(refusal.value) and store.outage_seconds > 0
+    assert "\n" not in str(refusal.value) and store.outage is None, "nobody waits any more"
 
 
-def test_a_store_that_is_read_and_not_written_is_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    store = Store.open(str(tmp_path / "store"))
-    asyncio.run(store.create("log/0", b"mine"))
+BUCKET_FULL = GenericError("Server returned non-2xx status code: 507 Insufficient Storage")
 
-    async def full(*arguments: object, **options: object) -> None:
-        raise GenericError("Server returned non-2xx status code: 507 Insufficient Storage")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("diloco.rendezvous.store.obstore.put_async", full)
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (BUCKET_FULL, "507 Insufficient Storage"),
+        (OSError(errno.ENOSPC, "full"), "no space left on device"),
+        (OSError(errno.EDQUOT, "full"), "disk quota exceeded"),
+        (AlreadyExistsError("log/1"), "the store says that it exists, and then that it does not"),
+    ],
+)
+def test_an_entry_that_can_not_be_written_is_an_outage_whatever_else_can(error, reason, tmp_path, monkeypatch):
+    """Until it is written: other entries are read and payloads written meanwhile."""
+    store, put = Store.open(str(tmp_path)), Store._put
+    if error is BUCKET_FULL:
         store.url = "s3://bucket/run"
-        with pytest.raises(StoreUnreachableError, match="507 Insufficient Storage"):
-            asyncio.run(store.create("log/1", b"mine", patience_seconds=0.1))
-    assert asyncio.run(store.get("log/0", most_bytes=9)) is not None and store.outage_seconds > 0
-    asyncio.run(store.create("log/1", b"mine"))
-    assert store.outage_seconds == 0
+
+    async def refuse(self, name: str, parts: list[memoryview]) -> None:
+        if name == "log/1":
+            raise error
+        await obstore.put_async(self._client, name, parts, mode="create")
+
+    async def use() -> None:
+        monkeypatch.setattr(Store, "_put", refuse)
+        creating = asyncio.ensure_future(store.create("log/1", b"mine"))
+        while store.outage is None:
+            await asyncio.sleep(0.001)
+        since = store.outage.since
+        assert await store.create("payload", b"mine") is None and await store.get("payload", most_bytes=9)
+        assert store.outage is not None and (store.outage.since, reason in store.outage.trouble) == (since, True)
+        store.url = str(tmp_path)
+        monkeypatch.setattr(Store, "_put", put)
+        assert await creating is None and store.outage is None
+
+    asyncio.run(use())
+
+
+def test_an_object_in_a_directory_is_on_disk_before_its_name_shows(tmp_path: Path, monkeypatch):
+    """The file, then its name, then the folder; a folder that is new, in the one above."""
+    fsync, link, done = os.fsync, os.link, []
+
+    def noted_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        name = str(Path(f"/proc/self/fd/{descriptor}").readlink()).removeprefix(str(tmp_path))
+        done.append(re.sub("#[0-9]+", "#", name))
+
+    def noted_link(source: Path, target: Path) -> None:
+        link(source, target)
+        done.append("link")
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "link", noted_link)
+    asyncio.run(Store.open(str(tmp_path)).create("payloads/0/7", b"mine"))
+    assert done == ["", "/payloads", "/payloads/0/7#", "link", "/payloads/0"]
+    assert [path.name for path in (tmp_path / "payloads" / "0").iterdir()] == ["7"]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(Path.mkdir, "a directory"), (os.mkfifo, "a pipe"), (lambda path: path.symlink_to("x"), "a link that leads")],
+)
+def test_what_is_no_file_is_refused_at_once(make, kind: str, tmp_path: Path):
+    make(tmp_path / "0")
+    store, started = Store.open(str(tmp_path)), time.monotonic()
+    for request in (lambda: store.get("0", most_bytes=4), lambda: store.create("0", b"mine")):
+        with pytest.raises(StoreError, match=f"0 in {tmp_path} is {kind}"):
+            asyncio.run(request())
+    assert time.monotonic() - started < 5
 
 
 def test_the_outage_is_asked_for_while_requests_fail_and_succeed(tmp_path: Path):
@@ -122,17 +179,16 @@ def test_the_outage_is_asked_for_while_requests_fail_and_succeed(tmp_path: Path)
 
     def fail_and_succeed() -> None:
         while not is_over.is_set():
-            for kind in ("create", "get"):
-                store._failing_since[kind] = time.monotonic()
-            for kind in ("create", "get"):
-                store._succeeded(kind)
+            with _Retry(store, "read log/0", 1.0) as first, _Retry(store, "read log/1", 1.0) as second:
+                for retry in (first, second):
+                    retry.fails("lost")
 
     thread, interval = threading.Thread(target=fail_and_succeed), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         thread.start()
         for _ in range(20_000):
-            assert store.outage_seconds < 10
+            assert (outage := store.outage) is None or outage.seconds < 10
     finally:
         is_over.set()
         thread.join()
@@ -185,16 +241,16 @@ def test_a_turn_that_was_cancelled_or_has_failed_is_the_next_ones():
 
 def test_large_objects_take_turns_and_small_ones_pass_them(tmp_path: Path, monkeypatch):
     """Twelve objects of 10 MiB: three travel at once; their time limits grow with what travels."""
-    put, timeout, now, most, begun, limits = obstore.put_async, asyncio.timeout, 0, 0, [], []
+    put, timeout, now, most, begun, limits = Store._put, asyncio.timeout, 0, 0, [], []
 
-    async def slow_put(client, name: str, *arguments: object, **options: object) -> None:
+    async def slow_put(store: Store, name: str, parts: list[memoryview]) -> None:
         nonlocal now, most
         begun.append(name)
         now += name != "small"
         most = max(most, now)
         if name != "small":
             await asyncio.sleep(0.02)
-        await put(client, name, b"", mode="create")
+        await put(store, name, [])
         now -= name != "small"
 
     async def use(store: Store) -> None:
@@ -204,7 +260,7 @@ def test_large_objects_take_turns_and_small_ones_pass_them(tmp_path: Path, monke
         await store.create("small", b"entry")
         await asyncio.gather(*large)
 
-    monkeypatch.setattr(obstore, "put_async", slow_put)
+    monkeypatch.setattr(Store, "_put", slow_put)
     monkeypatch.setattr(asyncio, "timeout", lambda limit: limits.append(limit) or timeout(limit))
     asyncio.run(use(Store.open(str(tmp_path))))
     assert most == 3 and begun.index("small") <= 3
@@ -213,7 +269,7 @@ def test_large_objects_take_turns_and_small_ones_pass_them(tmp_path: Path, monke
 
 
 def test_large_objects_are_read_in_turns_and_a_connection_does_not_wait(tmp_path: Path, monkeypatch):
-    get, timeout, go = obstore.get_async, asyncio.timeout, asyncio.Event()
+    get, timeout, go = Store._open, asyncio.timeout, asyncio.Event()
     now, most, answered, received, limits = 0, 0, 0, [], []
 
     class SlowAnswer:
@@ -230,9 +286,9 @@ def test_large_objects_are_read_in_turns_and_a_connection_does_not_wait(tmp_path
             now -= self.name != "small"
             return await self.answer.bytes_async()
 
-    async def slow_get(client, name: str):
+    async def slow_get(store: Store, name: str):
         nonlocal answered
-        answer = await get(client, name)
+        answer = await get(store, name)
         answered += 1
         return SlowAnswer(name, answer)
 
@@ -241,7 +297,7 @@ def test_large_objects_are_read_in_turns_and_a_connection_does_not_wait(tmp_path
         for i in range(7):
             await store.create(f"large{i}", content)
         await store.create("small", b"entry")
-        monkeypatch.setattr(obstore, "get_async", slow_get)
+        monkeypatch.setattr(Store, "_open", slow_get)
         monkeypatch.setattr(asyncio, "timeout", lambda limit: limits.append(limit) or timeout(limit))
         large = [asyncio.create_task(store.get(f"large{i}", most_bytes=11 << 20)) for i in range(7)]
         while answered < 7:
@@ -267,18 +323,18 @@ def test_a_directory_whose_objects_were_deleted_is_deleted(tmp_path: Path):
 
 
 def test_a_request_without_an_answer_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    get = obstore.get_async
+    get = Store._open
 
-    async def hang(*arguments: object, **options: object) -> None:
-        monkeypatch.setattr(obstore, "get_async", get)
+    async def hang(*arguments: object) -> None:
+        monkeypatch.setattr(Store, "_open", get)
         await asyncio.sleep(1000)
 
     asyncio.run(Store.open(str(tmp_path)).create("log/0", b"mine"))
     store = Store.open(str(tmp_path), timeout_seconds=0.05)
-    monkeypatch.setattr(obstore, "get_async", hang)
+    monkeypatch.setattr(Store, "_open", hang)
     with pytest.raises(StoreUnreachableError, match=r"no answer in 0\.05 s"):
         asyncio.run(store.get("log/0", most_bytes=4, patience_seconds=0))
-    monkeypatch.setattr(obstore, "get_async", hang)
+    monkeypatch.setattr(Store, "_open", hang)
     assert asyncio.run(store.get("log/0", most_bytes=4)) == b"mine" and store.requests["get"] > 2
 
 

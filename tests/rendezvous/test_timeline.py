@@ -47,6 +47,17 @@ def test_each_end_is_told_apart(run) -> None:
     assert timeline.tokens[-1] == run.state.tokens // 2
 
 
+def test_who_is_active_until_the_run_is_closed_has_left(run) -> None:
+    run.close(author=4)
+    assert [life.end for life in read_timeline(str(run.directory)).lives] == [
+        "replaced",
+        "left",
+        "died",
+        "left",
+        "left",
+    ]
+
+
 def test_a_revoked_key_is_told_apart(tmp_path) -> None:
     for name in "ab":
         write_key(tmp_path / name)

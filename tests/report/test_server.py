@@ -109,7 +109,7 @@ def test_the_page_of_a_store_follows_its_log(tmp_path, serve, monkeypatch):
     (shown,) = sections(server)
     assert (shown["standing"], shown["facts"]["outer steps"], len(shown["table"]["rows"])) == ("running", "4", 3)
     run.append(Leave(finished=False), author=1)
-    run.append(Leave(finished=True), author=0)
+    run.close()
     (ended,) = sections(server)
     assert ended["standing"] == "finished" and ended["table"]["rows"][-1][:2] == ["0 a", "left"]
     replicas, contributors, tokens = shown["charts"]
@@ -122,9 +122,12 @@ def test_the_page_of_a_store_follows_its_log(tmp_path, serve, monkeypatch):
 def test_only_this_machines_own_pages_get_an_answer(runs, serve):
     server = serve(runs)
     port = server.url.split(":")[2].strip("/")
-    for host in (f"127.0.0.1:{port}", f"localhost:{port}", "[::1]:9"):
+    for host in (f"127.0.0.1:{port}", f"LocalHost:{port}", "[::1]:9", "[::1]"):
         assert answer(server, "/", Host=host)[0].status == 200
-    for host in (f"evil.example:{port}", "127.0.0.1.evil.example", "", "localhost@evil.example", "[::1"):
+    for host in (
+        *(f"evil.example:{port}", "127.0.0.1.evil.example", "", "localhost@evil.example", "[::1", "::1"),
+        *(f"evil.example@127.0.0.1:{port}", "localhost/evil.example", "localhost?", "localhost#x", "127.0.0.1:x"),
+    ):
         response, content = answer(server, "/page.json", Host=host)
         assert response.status == 421 and "sections" not in content, host
     for path in ("/../other/config.json", "/config.json", "//etc", "/%2e%2e/x", "/page.json/", "/?"):

@@ -56,6 +56,20 @@ MISTAKES = {
         "diloco.mixing means nothing to data_parallel",
     ),
     "nobody to connect to": ({"num_replicas": 1, "num_connections": 2}, "num_connections=2 means nothing to one"),
+    **{
+        repr(name): ({"name": name}, r"name=.* must be 1 to 64 letters, digits, dots, dashes and underscores")
+        for name in (
+            "../../elsewhere",
+            "/elsewhere",
+            "a/b",
+            "a\nb",
+            "\x1b[2J",
+            "<script>",
+            ".hidden",
+            "x" * 65,
+            "é",
+        )
+    },
     "a run twice": ({"name": "streaming"}, "already holds a run: choose another name, or resume it"),
     "long sequences": ({"sequence_length": 1 << 20, "num_tokens": 1 << 27}, " takes 1048577: add text"),
     "no text": (text(train=("nowhere.txt",)), "'nowhere.txt' matches no file"),
@@ -88,7 +102,7 @@ def test_a_mistake_is_refused_before_anything_is_started(tiny, folder, streaming
     budget = fields.pop("budget", None)
     with pytest.raises(UserError, match=sentence):
         prepare_run(replace(tiny, **fields), budget=budget)
-    assert sorted(folder.glob("runs/*")) == before
+    assert sorted(folder.glob("runs/*")) == before and not (folder.parent / "elsewhere").exists()
 
 
 @pytest.mark.parametrize("is_resume", [False, True])
@@ -111,6 +125,8 @@ def test_a_run_without_a_name_is_named_by_its_recipe_and_the_time_but_not_under_
     with pytest.raises(UserError, match="under torchrun set name") as error:
         prepare_run(tiny)
     assert error.value.fields == ("name",)
+    with pytest.raises(UserError, match=r"name='\.\./a' must be 1 to 64 letters"):
+        prepare_run(replace(tiny, name="../a"))
 
 
 def test_the_command_of_a_stores_replica_continues_it(tiny, folder, tmp_path):

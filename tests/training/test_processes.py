@@ -2,12 +2,14 @@ import gc
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -42,8 +44,14 @@ from diloco.training.world import join
         (5, 2, 1, "replica 2, process 1, ended with exit code 1"),
     ],
 )
-def test_a_process_that_ends_without_a_word_is_named(rank, num_ranks, exit_code, sentence, tmp_path):
-    assert str(_explain(rank, exit_code, tmp_path / "none", processes_per_replica=num_ranks)) == sentence
+def test_a_process_that_ends_without_a_word_is_named(rank, num_ranks, exit_code, sentence):
+    assert str(_explain(rank, exit_code, nothing_sent(), processes_per_replica=num_ranks)) == sentence
+
+
+def nothing_sent() -> Connection:
+    report, theirs = Pipe(duplex=False)
+    theirs.close()
+    return report
 
 
 def test_a_signal_that_nohup_has_ignored_stays_ignored():
@@ -84,6 +92,11 @@ def launch_forked(*folders: Path) -> None:
         launch_all(touch_and_sleep, *folders)
 
 
+def launch_with_temporary_files_in(temporary: Path, *folders: Path) -> None:
+    tempfile.tempdir = str(temporary)  # known already in the process that this one is forked from
+    launch_forked(*folders)
+
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -92,9 +105,7 @@ def join_and_fail(launcher: int, folder: str) -> None:
     config = recipe("tiny")
     with join(config):
         where = [(str(address), port) for address, port in listening(*family_of(launcher))]
-        store = Path(os.environ[STORE])
-        is_private = stat.S_IMODE(store.parent.stat().st_mode) == 0o700
-        facts = {"listening": where, "store": str(store), "is_private": is_private and store.exists()}
+        facts = {"listening": where, "names of the store": Path(os.environ[STORE]).stat().st_nlink}
         facts["threads"] = torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
         Path(folder, os.environ["RANK"]).write_text(json.dumps(facts))
         dist.barrier()  # the first to fail ends the other
@@ -117,7 +128,7 @@ def test_a_run_of_one_machine_listens_on_loopback_and_an_error_of_a_replica_arri
     assert not process.stderr
     facts = json.loads((tmp_path / "0").read_text())
     assert {address for address, _ in facts["listening"]} == {"127.0.0.1"}
-    assert facts["is_private"] and not Path(facts["store"]).parent.exists()
+    assert facts["names of the store"] == 0
     share = max(1, num_cores() // 2)
     assert facts["threads"] == [share, str(share)], "each replica has its share of the cores"
 
@@ -131,8 +142,7 @@ def test_a_users_number_of_threads_is_kept(monkeypatch):
 
 def touch_and_sleep(launcher: int, folder: str) -> None:
     """The entrypoint of a replica that waits to be ended."""
-    (Path(folder) / f".{os.getpid()}").write_text(os.environ[STORE])
-    (Path(folder) / f".{os.getpid()}").rename(Path(folder, str(os.getpid())))
+    Path(folder, str(os.getpid())).touch()
     time.sleep(100)
 
 
@@ -142,37 +152,48 @@ def test_replicas_end_with_their_launcher(tmp_path):
         folder.mkdir()
     with program(launch_forked, *folders, folder=ROOT) as running:
         for folder, number in zip(folders, (signal.SIGTERM, signal.SIGINT, signal.SIGKILL), strict=True):
-            abandoned, store = replicas_in(folder, running)
+            abandoned = replicas_in(folder, running)
             os.kill(running.pid, number)
             if number != signal.SIGKILL:
                 sentence = f"stopped by {number.name} {128 + number} ()"
                 assert running.wait_for_lines(1 + int(folder.name))[-1] == sentence
-                assert not any(map(is_alive, abandoned)) and not store.parent.exists()
-        wait_for_the_end(abandoned, store)
+                assert not any(map(is_alive, abandoned))
+        wait_for_the_end(abandoned)
 
 
 def test_replicas_end_with_their_ancestor(tmp_path):
     with program(launch_forked, tmp_path, folder=ROOT) as running:
-        abandoned, store = replicas_in(tmp_path, running)
+        abandoned = replicas_in(tmp_path, running)
         os.kill(parent(parent(abandoned[0])), signal.SIGKILL)
         sentence = "the process that starts the replicas was killed (out of memory?) 1 ()\n"
         assert running.wait(60).stdout == sentence
-        wait_for_the_end(abandoned, store)
+        wait_for_the_end(abandoned)
 
 
-def replicas_in(folder: Path, running: Program) -> tuple[list[int], Path]:
-    """The replicas of `touch_and_sleep`, once both have begun, and the file at which they meet."""
+def test_a_run_whose_processes_are_all_killed_leaves_no_temporary_file(tmp_path):
+    folder, temporary = tmp_path / "run", tmp_path / "temporary"
+    folder.mkdir()
+    temporary.mkdir()
+    with program(launch_with_temporary_files_in, temporary, folder, folder=ROOT) as running:
+        abandoned = replicas_in(folder, running)
+        os.killpg(running.pid, signal.SIGKILL)
+        wait_for_the_end(abandoned)
+    assert [*temporary.iterdir()] == []
+
+
+def replicas_in(folder: Path, running: Program) -> list[int]:
+    """The replicas of `touch_and_sleep`, once both have begun."""
     deadline = time.monotonic() + 60
     while len(paths := [path for path in folder.iterdir() if path.name.isdigit()]) < 2:
         assert time.monotonic() < deadline and running.process.exitcode is None
         time.sleep(0.02)
-    return [int(path.name) for path in paths], Path(paths[0].read_text())
+    return [int(path.name) for path in paths]
 
 
-def wait_for_the_end(abandoned: list[int], store: Path) -> None:
-    """Wait until replicas have ended and the directory at which they met is gone."""
+def wait_for_the_end(abandoned: list[int]) -> None:
+    """Wait until replicas have ended."""
     deadline = time.monotonic() + 30
-    while any(map(is_alive, abandoned)) or store.parent.exists():
+    while any(map(is_alive, abandoned)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

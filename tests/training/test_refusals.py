@@ -212,7 +212,7 @@ def test_a_file_that_holds_no_gradient_is_refused(content, tmp_path):
     path = tmp_path / "gradient.safetensors"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(UserError, match=r"gradient\.safetensors is no safetensors file"):
+    with pytest.raises(UserError, match=r"gradient\.safetensors can't be read: "):
         load_gradient(path)
 
 

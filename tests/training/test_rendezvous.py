@@ -13,9 +13,10 @@ from tests.processes import run_replicas
 from tests.training.cases import rate
 from tests.training.runs import TIMEOUT_SECONDS, lines, run, started, summary
 
-from diloco.errors import DisagreementError, UserError
+from diloco.errors import DisagreementError, ExchangeError, UserError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
+from diloco.rendezvous.follower import Follower
 from diloco.rendezvous.log.entries import Join, Leave
 from diloco.rendezvous.log.log import ENTRY, Log, first_entry
 from diloco.rendezvous.log.run import RunState
@@ -153,6 +154,8 @@ def test_a_run_ends_though_replicas_come_and_go(eventful):
         assert steps == list(range(1, len(steps) + 1)) and total["num_steps"] == steps[-1]
         assert total["eval_loss"] < 5
     assert set(contributors(state)) == {"a", "b", "c"}
+    expected = parameters_hash(replayed(eventful.rendezvous, initial=initial_parameters).parameters())
+    assert {(total["outer_hash"], total["entry"]) for total in totals.values()} == {(expected, state.number - 1)}
 
 
 def test_each_outer_step_says_who_contributed_with_what_weight(eventful):
@@ -210,10 +213,48 @@ def test_a_joiner_with_other_text_is_refused(eventful, tmp_path, small_corpus):
 def test_a_joiner_of_a_run_that_is_over_is_told_so(eventful):
     with pytest.raises(
         UserError,
-        match=r"^the run refuses this replica: .* a run that has ended: create another in another place$",
+        match=r"^the run refuses this replica: .* run that has ended: diloco export .* create another in another",
     ):
         train(of(eventful, "late"))
     assert len(bodies(eventful.rendezvous, Join)) == 4
+
+
+def train_at_own_pace(config: TrainConfig) -> None:
+    """One of three replicas: a larger batch takes longer, by far."""
+    rank = int(os.environ["DILOCO_REPLICA"])
+    batch = (2, 3, 5)[rank]
+    mine = of(config, "abc"[rank], replica_batch=batch)
+    train(mine, on_step=lambda _: time.sleep(0.01 * rank))
+
+
+def test_replicas_of_other_paces_end_with_the_last_entry_of_the_log(config, tmp_path):
+    batches = {"num_replicas": 3, "replica_batch": 1, "micro_batch": 1, "global_batch": 10}
+    run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), num_tokens=40 * 10 * 32, **batches)
+    run_replicas(train_at_own_pace, 3, run, joined=False)
+    replay = replayed(run.rendezvous, initial=initial_parameters)
+    expected, last = parameters_hash(replay.parameters()), replay.state.number - 1
+    totals = [summary(tmp_path / name) for name in "abc"]
+    assert [total["outer_hash"] for total in totals] == [expected] * 3
+    assert len({total["eval_loss"] for total in totals}) == 1
+    for name in "abc":
+        model, _ = run_parameters(tmp_path / name, "outer")
+        assert parameters_hash(dict(model.named_parameters())) == expected
+    assert [(total["entry"], total["closed"]) for total in totals] == [(last, True)] * 3
+    assert replay.checked.closed_by == last
+
+
+def test_a_run_that_nobody_closes_is_summed_up_and_said(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(Follower, "_end", lambda follower: None)
+    run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), timeout_seconds=1.0, num_replicas=1)
+    with pytest.raises(
+        ExchangeError, match=r"the run was not closed within 1 s: .* are those after entry \d+ of"
+    ) as e:
+        train(run)
+    total = summary(run.directory)
+    assert total["closed"] is False and f"after entry {total['entry']} of the log" in str(e.value)
+    replay = replayed(run.rendezvous, initial=initial_parameters)
+    assert total["outer_hash"] == parameters_hash(replay.parameters()), "of the entries that there are"
+    assert replay.state.finished and not replay.state.closed
 
 
 def train_together(config: TrainConfig) -> list[float]:
@@ -267,7 +308,7 @@ def test_the_shards_of_a_machine_are_one_replica(config, tmp_path):
     rates = {member.name: member.tokens / member.steps for member in replay.state.members}
     assert rates == {"a": 8 * 32, "b": 4 * 32}, "tokens per step of the whole replica"
     totals = {name: summary(tmp_path / name) for name in "ab"}
-    assert parameters_hash(replay.parameters()) in {total["outer_hash"] for total in totals.values()}
+    assert {total["outer_hash"] for total in totals.values()} == {parameters_hash(replay.parameters())}
     assert totals["a"]["shards_per_replica"] == 2 and totals["a"]["eval_loss"] < 5
     model, _ = run_parameters(tmp_path / "a", "outer")
     assert parameters_hash(dict(model.named_parameters())) == totals["a"]["outer_hash"]

@@ -65,7 +65,7 @@ def _constants(verb: str) -> dict[str, Any]:
     spec = find_spec(f"{cli.__name__}.{verb}")
     assert spec is not None and spec.origin is not None, f"verb {verb} has no source"
     constants: dict[str, Any] = {}
-    for statement in ast.parse(Path(spec.origin).read_text()).body:
+    for statement in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id="HELP" | "ORDER" as name)], value=ast.Constant(value=value)):
                 constants[name] = value

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import tyro
 from rich.console import Console
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from diloco.cli._command import choose
 from diloco.errors import DilocoError, FileError, UserError
+from diloco.files import reading
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.check import StoreCheck, check_store
 from diloco.rendezvous.log.log import open_run
@@ -104,16 +104,15 @@ def _verify(
 def _initial(path: Path | None) -> Initial:
     if path is None:
         return initial_parameters
-    try:
+    with reading(f"initial={path}", "initial"):
         parameters = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"initial={path} can't be read as safetensors: {error}", "initial") from None
     return lambda facts: parameters
 
 
 def _checked(replay: Replay) -> Iterator[str]:
     done = replay.checked
-    yield f"entries      {done.entries:,}: chain, signatures, validity"
+    end = "" if done.closed_by is None else f"; entry {done.closed_by} closes the run"
+    yield f"entries      {done.entries:,}: chain, signatures, validity{end}"
     yield (
         f"payloads     {done.payloads:,}, {done.payload_bytes:,} bytes: SHA-256, signature, codec, norm, base; "
         f"{done.retired:,} retired"

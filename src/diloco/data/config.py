@@ -19,6 +19,8 @@ class DataConfig:
     """Sources of training text: `stdlib`, a file, glob or directory, or `hf:NAME[:CONFIG][:SPLIT]`."""
     text_field: str = "text"
     """The field, or column, that holds the text of a row of `.jsonl`, `.csv`, `.parquet` or a dataset."""
+    skip_null: bool = False
+    """Leave out rows whose text is null, and say how many; otherwise such a row is refused."""
     held_out: tuple[str, ...] = ()
     """Sources of held-out text; where empty, a fraction of the training documents is held out."""
     held_out_fraction: float = 0.02

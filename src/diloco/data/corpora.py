@@ -23,7 +23,7 @@ def documents(source: str, reading: Reading = Reading()) -> Iterator[Document]: 
     - `stdlib`: each module of the running Python's standard library, tests left out;
     - a file, a glob (`~` and `**` are understood), or a directory, which stands for all files below it that can
       be read, hidden ones left out: `.txt` (one document per file), `.jsonl`, `.csv` or `.parquet` (one per row,
-      and its `id` where it has one); all but `.parquet` also as `.gz` or `.zst`;
+      and its `id` where it has one); all but `.parquet` also as `.gz` or `.zst`; in capitals, too;
     - `hf:NAME[:CONFIG][:SPLIT]`: a dataset of the Hugging Face Hub, split `train` by default.
 
     Compressed text is read in pieces: a document takes a small multiple of `reading.longest_bytes` at the most.
@@ -76,6 +76,15 @@ def parts(source: str) -> list[str]:
     return [str(path.resolve()) for path in _match(source)[1]]
 
 
+def left_out(source: str) -> list[str]:
+    """The files of a directory, hidden ones aside, that are not read, since their suffixes are not known."""
+    directory = expanded(source)
+    if source == "stdlib" or source.startswith("hf:") or not directory.is_dir():
+        return []
+    others = [path for path in _visible(directory) if suffixes_of(path) is None]
+    return [path.relative_to(directory).as_posix() for path in others]
+
+
 def file_digest(path: Path) -> str:
     """SHA-256 of a file in hexadecimal; it is read again only when its size or time has changed."""
     stat = path.stat()
@@ -106,20 +115,18 @@ def _hub(source: str, reading: Reading) -> Iterator[Document]:
     if _is_of_the_hub(source):
         check_reachable(source)
     try:
-        for number, row in enumerate(load_dataset(name, config, split=split, streaming=True), start=1):
-            yield reading.document(row, default_id=f"{source}:{number}", place=f"row {number}")
-    except (ValueError, OSError) as error:  # an unknown name, configuration or split; no network
+        rows = enumerate(load_dataset(name, config, split=split, streaming=True), start=1)
+        yield from reading.documents(rows, name=source, noun="row")
+    except Exception as error:  # an unknown name, configuration or split; no network; a damaged file: of any class
         if is_offline() and "OfflineMode" in str(error):
             raise not_here(source) from error
+        if "scripts are no longer supported" in str(error):
+            raise UserError(
+                f"source {source!r} is loaded by a script of its own, which the library `datasets` refuses: "
+                "download its files and name them"
+            ) from error
         fields = error.fields if isinstance(error, UserError) else ()
         raise UserError(f"source {source!r} can't be read: {error}", *fields) from error
-    except RuntimeError as error:
-        if "scripts are no longer supported" not in str(error):
-            raise
-        raise UserError(
-            f"source {source!r} is loaded by a script of its own, which the library `datasets` refuses: download "
-            "its files and name them"
-        ) from error
 
 
 def _is_of_the_hub(source: str) -> bool:

@@ -7,8 +7,10 @@ same bytes as a call that was never interrupted.
 import fcntl
 import hashlib
 import json
+import logging
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from itertools import chain, count, takewhile
@@ -18,8 +20,8 @@ from typing import Literal
 import numpy as np
 
 from diloco.data.config import DataConfig, as_typed
-from diloco.data.corpora import documents, fingerprint, parts
-from diloco.data.readers import Document, Reading
+from diloco.data.corpora import documents, fingerprint, left_out, parts
+from diloco.data.readers import SUFFIXES, Document, Reading
 from diloco.data.shards import (
     FORMAT,
     INDEX_FILE,
@@ -127,10 +129,27 @@ def prepare(
     with _lock(output, report):
         _claim(output, settings)
         if not (output / INDEX_FILE).exists():
+            _name_what_is_left_out(config)
             by_position = is_held_out_by_position(config)
             tokenizer = _install_tokenizer(config, by_position, output, report)
             write_record(output / INDEX_FILE, _pack(config, by_position, settings, output, tokenizer, report))
     return output
+
+
+_LOG = logging.getLogger("diloco")
+
+
+def _name_what_is_left_out(config: DataConfig) -> None:
+    for source in (*config.train, *config.held_out):
+        if names := left_out(source):
+            _LOG.warning(
+                "%s of the files in %s are left out, since they have none of the suffixes %s: %s",
+                *(len(names), source, ", ".join(SUFFIXES), _listed(names)),
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join([*names[:8], *(["…"] if len(names) > 8 else [])])
 
 
 def _settings(config: DataConfig, shard_tokens: int) -> PreparationSettings:
@@ -149,7 +168,7 @@ def _lock(output: Path, report: ProgressCallback) -> Iterator[None]:
     # The operating system drops the lock of a process that is killed.
     with ExitStack() as stack:
         try:
-            file = stack.enter_context((output / "lock").open("w"))
+            file = stack.enter_context((output / "lock").open("wb"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -235,12 +254,17 @@ def _pack(
         split: SplitWriter(output, split, dtype=dtype, bos_id=tokenizer.bos_id, shard_tokens=settings.shard_tokens)
         for split in SPLITS
     }
-    for batch in _batches(_unfinished(split_documents(config, by_position=by_position), writers)):
+    skipped = Counter[str]()
+    read = split_documents(config, by_position=by_position, skipped=skipped)
+    for batch in _batches(_unfinished(read, writers)):
         encoded = tokenizer.encode([document.text for _, document in batch])
         for (split, document), ids in zip(batch, encoded, strict=True):
             writers[split].add(ids, num_bytes=len(_utf8(document)))
         packed = total(writer.packed for writer in writers.values())
         report(PrepareProgress(stage="packing", **asdict(packed)))
+    if skipped:
+        names = _listed([*skipped])
+        _LOG.warning("%s rows whose %s is null are left out of %s", skipped.total(), config.text_field, names)
     for split, writer in writers.items():
         writer.close()
         if not total(writer.shards).num_bytes:
@@ -388,29 +412,35 @@ def is_held_out_by_position(config: DataConfig) -> bool:
     return not config.held_out and len(splits) < 2
 
 
-def split_documents(config: DataConfig, *, by_position: bool) -> Iterator[tuple[Split, Document]]:
+def split_documents(
+    config: DataConfig, *, by_position: bool, skipped: Counter[str] | None = None
+) -> Iterator[tuple[Split, Document]]:
     """Stream all documents of a config, each with its split, always in the same order.
 
     Args:
         config: names the sources.
         by_position: as `is_held_out_by_position` says.
+        skipped: counts the rows that `config.skip_null` leaves out, by file.
 
     Raises:
         UserError: as `documents` does.
     """
     train_bytes = 0
-    for document in _documents(config, config.train):
+    for document in _documents(config, config.train, skipped):
         for split, part in _parts(document, config, by_position=by_position):
             yield split, part
             train_bytes += _num_bytes(part) if split == "train" else 0
         if config.max_train_bytes is not None and train_bytes >= config.max_train_bytes:
             break
-    for document in _documents(config, config.held_out):
+    for document in _documents(config, config.held_out, skipped):
         yield "held_out", document
 
 
-def _documents(config: DataConfig, sources: tuple[str, ...]) -> Iterator[Document]:
-    reading = Reading(config.text_field, config.max_document_bytes)
+def _documents(
+    config: DataConfig, sources: tuple[str, ...], skipped: Counter[str] | None = None
+) -> Iterator[Document]:
+    skipped = Counter() if skipped is None else skipped
+    reading = Reading(config.text_field, config.max_document_bytes, skipped if config.skip_null else None)
     return chain.from_iterable(documents(source, reading) for source in sources)
 
 

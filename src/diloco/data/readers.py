@@ -5,15 +5,15 @@ import csv
 import gzip
 import io
 import json
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from diloco import files
 from diloco.data.config import DataConfig
 from diloco.errors import UserError
-from diloco.files import require
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,37 @@ class Reading:
     """The field that holds the text."""
     longest_bytes: int = DataConfig.max_document_bytes
     """Bytes of the longest text, and of the longest line of `.jsonl`."""
+    skipped: Counter[str] | None = None
+    """Counts, by the file's name, the rows whose text is null, which are left out; None refuses them."""
 
-    def document(self, row: Any, *, default_id: str, place: str) -> Document:
-        """The document of a row.
+    def documents(self, rows: Iterable[tuple[int, Any]], *, name: str, noun: str) -> Iterator[Document]:
+        """The documents of numbered rows.
+
+        Args:
+            rows: with their numbers, which are their ids beside the file's name where they have none.
+            name: of the file.
+            noun: for a row, `row` or `line`.
 
         Raises:
-            UserError: if it has no text, or a longer one.
+            UserError: if a row has no text, or a longer one.
         """
-        if not isinstance(row, Mapping) or not isinstance(row.get(self.text_field), str):
-            raise self._no_text(row, place)
-        text = row[self.text_field]
-        if len(text) > self.longest_bytes:  # in characters, of which each is a byte or more
-            raise self.too_long(place)
-        return Document(row["id"] if isinstance(row.get("id"), str) else default_id, text)
+        for number, row in rows:
+            place = f"{noun} {number}"
+            text = row.get(self.text_field) if isinstance(row, Mapping) else None
+            if isinstance(text, str):
+                if len(text) > self.longest_bytes:  # in characters, of which each is a byte or more
+                    raise self.too_long(place)
+                yield Document(row["id"] if isinstance(row.get("id"), str) else f"{name}:{number}", text)
+            elif isinstance(row, Mapping) and self.text_field in row and text is None:
+                if self.skipped is None:
+                    raise UserError(
+                        f"{place} has null as its field `{self.text_field}`: set data.skip_null to leave such "
+                        "rows out",
+                        "data.skip_null",
+                    )
+                self.skipped[name] += 1
+            else:
+                raise self._no_text(row, place)
 
     def _no_text(self, row: Any, place: str) -> UserError:
         texts = [name for name, value in row.items() if isinstance(value, str)] if isinstance(row, Mapping) else []
@@ -69,37 +87,24 @@ def read_file(path: Path, name: str, reading: Reading) -> Iterator[Document]:
     """
     suffixes = suffixes_of(path)
     assert suffixes is not None, "the files of a source have known suffixes"
-    if suffixes == ".parquet":
-        yield from _read_parquet(path, name, reading)
-        return
-    try:
-        with _open(path) as file:
-            yield from _READERS[suffixes.partition(".gz")[0].partition(".zst")[0]](file, name, reading)
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} can't be read: it is no text in UTF-8; convert it, or name other files"
-        ) from error
-    except (ValueError, OSError, EOFError, zlib.error) as error:
-        raise _unreadable(path, error) from error
+    with files.reading(path), _open(path, suffixes) as file:
+        yield from _READERS[suffixes.partition(".gz")[0].partition(".zst")[0]](file, name, reading)
 
 
 def suffixes_of(path: Path) -> str | None:
     """The suffixes by which a file is read; None if it has others."""
-    suffixes = "".join(path.suffixes[-2:] if path.suffix in (".gz", ".zst") else path.suffixes[-1:])
+    parts = [suffix.lower() for suffix in path.suffixes]
+    suffixes = "".join(parts[-2:] if parts[-1:] in ([".gz"], [".zst"]) else parts[-1:])
     return suffixes if suffixes in SUFFIXES else None
 
 
-def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path} can't be read: {error}", *(error.fields if isinstance(error, UserError) else ()))
-
-
-def _open(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
+def _open(path: Path, suffixes: str) -> IO[bytes]:
+    if suffixes.endswith(".gz"):
         return io.BufferedReader(gzip.open(path), _BUFFER_BYTES)
-    if path.suffix == ".zst":
+    if suffixes.endswith(".zst"):
         # zstandard's own reader would take a file that was cut short for a whole one. This one refuses windows of
         # more than 128 MiB.
-        stream = require("pyarrow", extra="data").input_stream(str(path), compression="zstd")
+        stream = files.require("pyarrow", extra="data").input_stream(path.open("rb"), compression="zstd")
         return io.BufferedReader(stream, _BUFFER_BYTES)
     return path.open("rb")
 
@@ -114,16 +119,24 @@ def _read_text(file: IO[bytes], name: str, reading: Reading) -> Iterator[Documen
 
 
 def _read_jsonl(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document]:
+    return reading.documents(_lines(file, reading), name=name, noun="line")
+
+
+def _lines(file: IO[bytes], reading: Reading) -> Iterator[tuple[int, Any]]:
     number = 0
     while line := file.readline(reading.longest_bytes + 1):
         number += 1
         place = f"line {number}"
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if line.lstrip().startswith(b"[") or line.strip() == b"{":
+            raise UserError(
+                f"{place} is not one JSON object, as each line of a .jsonl is: write it so, as jq -c '.[]' does "
+                "with an array, and jq -c . with objects of several lines"
+            )
         if len(line) > reading.longest_bytes:
             raise reading.too_long(place)
-        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        if not line.strip():
-            continue
-        yield reading.document(_parsed(line, place), default_id=f"{name}:{number}", place=place)
+        if line.strip():
+            yield number, _parsed(line, place)
 
 
 def _parsed(line: bytes, place: str) -> Any:
@@ -136,7 +149,11 @@ def _parsed(line: bytes, place: str) -> Any:
 
 
 def _read_csv(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document]:
-    # The limit is the whole process's, and is only ever raised; `Reading.document` refuses what is too long.
+    return reading.documents(_csv_rows(file, reading), name=name, noun="row")
+
+
+def _csv_rows(file: IO[bytes], reading: Reading) -> Iterator[tuple[int, Any]]:
+    # The limit is the whole process's, and is only ever raised; `Reading.documents` refuses what is too long.
     csv.field_size_limit(max(csv.field_size_limit(), reading.longest_bytes))
     lines = codecs.iterdecode(file, "utf-8-sig")  # a spreadsheet writes a byte order mark
     rows = filter(None, csv.reader(lines, strict=True))  # without blank lines
@@ -149,21 +166,18 @@ def _read_csv(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document
         for number, row in enumerate(rows, start=1):
             if len(row) != len(header):
                 raise UserError(f"{place} has {len(row)} fields, and the header {len(header)}")
-            values = dict(zip(header, row, strict=True))
-            yield reading.document(values, default_id=f"{name}:{number}", place=place)
+            yield number, dict(zip(header, row, strict=True))
             place = f"row {number + 1}"
     except csv.Error as error:
         is_long = "field limit" in str(error)
         raise reading.too_long(place) if is_long else UserError(f"{place} is not CSV: {error}") from error
 
 
-def _read_parquet(path: Path, name: str, reading: Reading) -> Iterator[Document]:
-    try:
-        with require("pyarrow.parquet", extra="data").ParquetFile(path, buffer_size=_BUFFER_BYTES) as file:
-            for number, row in enumerate(_rows(file, reading), start=1):
-                yield reading.document(row, default_id=f"{name}:{number}", place=f"row {number}")
-    except Exception as error:  # a damaged file raises errors of any class
-        raise _unreadable(path, error) from error
+def _read_parquet(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document]:
+    library = files.require("pyarrow.parquet", extra="data")
+    with library.ParquetFile(file, buffer_size=_BUFFER_BYTES) as opened:
+        rows = enumerate(_rows(opened, reading), start=1)
+        yield from reading.documents(rows, name=name, noun="row")
 
 
 def _rows(file: Any, reading: Reading) -> Iterator[dict[str, Any]]:
@@ -184,7 +198,13 @@ _READERS: dict[str, Callable[[IO[bytes], str, Reading], Iterator[Document]]] = {
     ".txt": _read_text,
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,
+    ".parquet": _read_parquet,
 }
 
-SUFFIXES = (*(suffix + packed for suffix in _READERS for packed in ("", ".gz", ".zst")), ".parquet")
+SUFFIXES = tuple(
+    suffix + packed
+    for suffix in _READERS
+    for packed in ("", ".gz", ".zst")
+    if not (suffix == ".parquet" and packed)  # it is compressed in itself
+)
 """The suffixes of files that can be read."""

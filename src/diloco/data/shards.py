@@ -9,7 +9,6 @@ DIR/held_out-00000.…       the same for the held-out split
 DIR/index.json             all settings and counts; written last, so that a directory with it is complete
 """
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -21,7 +20,7 @@ import numpy as np
 import xxhash
 
 from diloco.errors import FileError, UserError
-from diloco.files import write_atomically
+from diloco.files import write_json
 from diloco.schema import Count, converted, read_json
 
 Split = Literal["train", "held_out"]
@@ -29,7 +28,7 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 SETTINGS_FILE = "settings.json"
 INDEX_FILE = "index.json"
 
-FORMAT = 2
+FORMAT = 3
 """Version of the directory's records."""
 
 PREPARE_ANEW = "delete the directory, and prepare the data again"
@@ -64,6 +63,8 @@ class PreparationSettings:
     """Bytes of text after which the training split ends, with the document that reaches them; None is all text."""
     text_field: str
     """The field that holds the text of a row."""
+    skip_null: bool
+    """True if rows whose text is null were left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +146,8 @@ def total(shards: Iterable[Counts]) -> Counts:
 
 
 def write_record(path: Path, record: PreparationSettings | Shard | Index) -> None:
-    """Write a record as JSON, whole or not at all."""
-    write_atomically(path, [json.dumps({"format": FORMAT, **asdict(record)}, indent=2).encode()])
+    """Write a record as JSON, as `write_json` does."""
+    write_json(path, {"format": FORMAT, **asdict(record)})
 
 
 def read_index(directory: Path) -> Index:

@@ -11,6 +11,7 @@ from diloco.data.shards import INDEX_FILE, MOST_TOKENS, read_index
 from diloco.errors import UserError
 from diloco.files import expanded, require, sha256, write_atomically
 from diloco.hub import hub_file
+from diloco.schema import read_bytes
 
 FILES = ("tokenizer.json", "tokenizer.model")
 """Names of a tokenizer's file in a directory: Hugging Face's, SentencePiece's."""
@@ -127,7 +128,7 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json` of Hugging Face's tokenizers library."""
 
     def __init__(self, path: Path) -> None:
-        self.name, self._content = path.name, _content(path)
+        self.name, self._content = path.name, read_bytes(path, most_bytes=_MOST_FILE_BYTES)
         self.digest = sha256(self._content)
         with _failures_named(f"{path} is not a tokenizer.json"):
             self._backend = self.backend()
@@ -180,7 +181,7 @@ class SentencePieceTokenizer:
     """A SentencePiece `.model`. Most of them normalise white space, so that decoding does not restore it."""
 
     def __init__(self, path: Path) -> None:
-        self.content = content = _content(path)
+        self.content = content = read_bytes(path, most_bytes=_MOST_FILE_BYTES)
         """The bytes of the file."""
         self._backend = require("sentencepiece", extra="data").SentencePieceProcessor()
         with _failures_named(f"{path} is not a SentencePiece model"):
@@ -203,17 +204,6 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids, control tokens left out."""
         return self._backend.decode([int(i) for i in ids])
-
-
-def _content(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_FILE_BYTES + 1)
-    except OSError as error:
-        raise UserError(f"the tokenizer {path} can't be read: {error}") from error
-    if len(content) > _MOST_FILE_BYTES:
-        raise UserError(f"the tokenizer {path} has more than {_MOST_FILE_BYTES:,} bytes: name another file")
-    return content
 
 
 def _checked_size(vocab_size: int, path: Path) -> int:

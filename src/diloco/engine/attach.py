@@ -2,11 +2,12 @@
 
 import functools
 import types
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from diloco.errors import UserError
@@ -151,10 +152,57 @@ def _unwrapped(optimizer: object) -> tuple[Optimizer, list[Any]]:
             )
         if not isinstance(inner, Optimizer):
             wrappers.append(inner)
-        several = getattr(inner, "optimizers", None)
-        last = several[-1] if isinstance(several, Sequence) and several else None
-        inner = getattr(inner, "optimizer", last)
+        inner = _inside(inner)[-1]
     return cast(Optimizer, inner), wrappers
+
+
+def _inside(wrapper: Any) -> Sequence[Any]:
+    """The optimizers that a wrapper holds; None alone if it holds none."""
+    if hasattr(wrapper, "optimizer"):
+        return (wrapper.optimizer,)
+    several = getattr(wrapper, "optimizers", None)
+    return several if isinstance(several, Sequence) and several else (None,)
+
+
+def trained_by(optimizer: object) -> Iterator[tuple[str | None, Tensor]]:
+    """The parameters that an optimizer, or all those in a wrapper, train, and their names where it knows them."""
+    if not _takes_hooks(optimizer):
+        for inner in _inside(optimizer):
+            yield from () if inner is None else trained_by(inner)
+        return
+    for group in cast(Optimizer, optimizer).param_groups:
+        names = group.get("param_names", [None] * len(group["params"]))
+        yield from ((n, p) for n, p in zip(names, group["params"], strict=True) if p.requires_grad)
+
+
+def check_trains(optimizers: Sequence[object], own: Mapping[str, Tensor]) -> None:
+    """Refuse optimizers of other parameters than these, by name, and warn of those that they train beside them.
+
+    Raises:
+        UserError: if they train none of them, which would never be exchanged, or one is no optimizer.
+    """
+    for optimizer in optimizers:
+        _unwrapped(optimizer)
+    ids = {id(parameter) for parameter in own.values()}
+    trained = [pair for optimizer in optimizers for pair in trained_by(optimizer)]
+    outside = [(name, parameter) for name, parameter in trained if id(parameter) not in ids]
+    if len(outside) == len(trained):
+        raise UserError(
+            f"the optimizer trains none of the parameters that the engine exchanges ({_listed([*own])}): build "
+            "both on one model, or, where the optimizer trains copies, give these to the engine as masters=",
+            "optimizer",
+        )
+    if outside:
+        named = _listed([name or f"1 of shape {tuple(parameter.shape)}" for name, parameter in outside])
+        warnings.warn(
+            f"the optimizer also trains {named}, outside of the engine's model: that is never exchanged, and "
+            "differs between replicas; build the engine on one module that holds all that is trained",
+            stacklevel=4,
+        )
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _takes_hooks(optimizer: object) -> bool:

@@ -293,7 +293,8 @@ def _completed(replica: Replica, state: dict[str, Any], own: Mapping[str, Tensor
     }
     for kind in replica.state.kinds:
         saved = state[kind] if kind != ERROR or _keeps_error(replica, state) else {}
-        lacking = theta if kind == OUTER else {n: torch.zeros(()).expand(t.shape) for n, t in theta.items()}
+        zero = torch.zeros((), dtype=torch.float32, device="cpu")
+        lacking = theta if kind == OUTER else {n: zero.expand(t.shape) for n, t in theta.items()}
         state[kind] = {name: saved.get(name, lacking[name]) for name in own}
     steps = zip(state["fragments"], state["last_sent"], strict=True)
     by_name = {name: step for names, step in steps for name in names}

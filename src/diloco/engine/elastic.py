@@ -3,6 +3,7 @@
 Shapes: N elements of one fragment.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diloco.engine.checkpoint import check_like, elastic_values_checked, refuse_names, tensors_checked
-from diloco.engine.guards import are_equal, is_long
+from diloco.engine.guards import EqualGradients
 from diloco.engine.outer_state import ERROR, OUTER
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.replica import Membership, Replica
@@ -28,12 +29,14 @@ from diloco.rendezvous.contract import (
     Content,
     Decision,
     Form,
+    NoDecisionError,
     Offer,
     Rendezvous,
     StoredSnapshot,
 )
 from diloco.rendezvous.objects import decided_average, norms_of
 from diloco.schedule import Sync
+from diloco.wire.kernels.memory import empty
 
 
 def remade(
@@ -43,17 +46,18 @@ def remade(
     size = form.sizes[decision.fragment]
 
     def make_average() -> Tensor:
-        return decided_average(form, decision, content, torch.empty(size, device=device)).divided()
+        return decided_average(form, decision, content, empty(size, torch.float32, device)).divided()
 
     def make_deltas() -> Iterator[Tensor]:
         for key in decision.keys(form):
             if content.payloads:  # with averages nobody has all payloads
-                to_N = torch.empty(size, device=device)
+                to_N = empty(size, torch.float32, device)
                 yield form.codec.decode_into(to_N, content.payloads[key.replica].data, key)
 
     return make_average, make_deltas
 
 
+_LOG = logging.getLogger("diloco")
 _MOST_SECONDS = 0.05
 """Time after which the decisions that are left wait for the next inner step."""
 
@@ -99,12 +103,14 @@ class ElasticMembership(Membership):
         self._kinds = (OUTER, *settings.outer.slots)
         self._digests: list[dict[str, int]] = [{} for _ in self.rounds]
         """For each fragment the digests of Θ_p and of the slots, as the last outer step left them."""
-        self._are_equal = {p: False for p in range(num_fragments) if is_long(self.form.share_bytes(p))}
-        """For each fragment that is long enough, True if all replicas made the same outer gradient."""
+        self._equal = EqualGradients(num_fragments)
         for p in range(num_fragments):
             self._take_digests(p, self._kinds)
         self._tokens_before = 0  # that earlier processes of this replica have read
-        self._is_draining = False
+        self._has_warned = False
+        self._is_draining = self._is_finished = False
+        self._closed: Sequence[str] = ()
+        """For each fragment the digest of Θ_p at the run's end; empty before."""
         self._wanted: Collection[int] = ()
         self._newest_rounds: Sequence[int] = self.rounds
         self._waits = joined.rules.quorum == "all"
@@ -190,6 +196,7 @@ class ElasticMembership(Membership):
         for decision in news.decisions:
             self._waiting[decision.fragment].append(decision)
         self._wanted, self._newest_rounds = news.wanted, news.rounds
+        self._is_finished, self._closed = news.is_finished, self._closed or news.closed
 
     def advance(self) -> tuple[OuterStep, ...]:
         """Offer the fragments that are due, and take the outer steps that were decided."""
@@ -205,7 +212,7 @@ class ElasticMembership(Membership):
     def _check_place(self) -> None:
         """Refuse to begin among replicas that wait for each other and are at another place of the schedule."""
         if self._must_load:
-            self.rendezvous.leave(finished=False)
+            self.rendezvous.leave()
             raise UserError(
                 "the run waits for all of its replicas (quorum=all) and has begun: one that begins at another "
                 "place of the schedule and all others would wait for each other; load the state that this replica "
@@ -216,6 +223,9 @@ class ElasticMembership(Membership):
     def _due(self) -> list[int]:
         """The fragments to offer: H steps after the last time, or sooner if another's payload waits for ours."""
         now, wanted = self.replica.num_steps, self._wanted
+        if self._closed:
+            self._warn_of_the_end()
+            return []
         early = self._sync_every - self._min_steps
         return [
             p
@@ -239,7 +249,7 @@ class ElasticMembership(Membership):
             self._take_digests(p, used)  # the rule may have changed them
         then_tokens, then_steps = self.counted[p]
         tokens, steps = replica.tokens - then_tokens, step - then_steps
-        _check_read(step, tokens, steps)
+        self._check_amounts(step, tokens, steps)
         self.in_flight[p] = offer = Offer(
             replica=replica.number,
             seq=self.next_seq,
@@ -280,6 +290,9 @@ class ElasticMembership(Membership):
                     self._listen()
                     return tuple(steps)
             while wait and (self._is_over(p) or self._is_behind(p, newest[p])):
+                if self._closed:  # all that was decided is taken: nobody will count the own offer
+                    self._give_up(p)
+                    break
                 start = time.perf_counter()
                 self._listen(wait_for=p)
                 self.replica.blocked_seconds += time.perf_counter() - start
@@ -347,26 +360,25 @@ class ElasticMembership(Membership):
         return replica.described(sync, *makers, cohort=decision.cohort)
 
     def _refuse_equal(self, decision: Decision, content: Content) -> None:
-        """Refuse to go on if the newest outer gradients of all fragments were equal on all replicas.
+        """Refuse to go on if another replica's newest outer gradients of all fragments were equal to the own ones.
 
-        In one fragment they may be equal without that, where it has no gradients and the weights decay. With
-        averages of shares nobody has the payloads, and nothing is noticed.
+        With averages of shares nobody has the payloads, and nothing is noticed.
 
         Raises:
-            UserError: saying that the replicas train on the same data.
+            UserError: naming the other replica, and saying that both train on the same data.
         """
         p, form, own = decision.fragment, self.form, self.replica.number
-        if len(content.payloads) < 2 or p not in self._are_equal:
+        if len(content.payloads) < 2:
             return
         payloads = {member: payload.data for member, payload in content.payloads.items()}
         key = form.key(p, decision.base_rounds[own], own)
-        self._are_equal[p] = are_equal(payloads, self.replica.reduction, form.sizes[p], key, decision.cohort)
-        if all(self._are_equal.values()):
-            raise UserError(
-                f"all {len(decision.cohort.members)} replicas of the outer steps made the same outer gradients, "
-                "to the last bit: they train on the same data; let each read from its own rendezvous.slot and "
-                "rendezvous.start, and let nothing average gradients across replicas"
-            )
+        for pair in self._equal.look(p, payloads, self.replica.reduction, form.sizes[p], key, decision.cohort):
+            if own in pair:
+                raise UserError(
+                    f"replicas {pair[0]} and {pair[1]} made the same outer gradients of all fragments, to the "
+                    "last bit: they train on the same data; let each read from its own rendezvous.slot and "
+                    "rendezvous.start, and let nothing average gradients across replicas"
+                )
 
     def _jump(self, decision: Decision, stored: StoredSnapshot, mixing: MergeRule) -> OuterStep:
         """Take a snapshot in the place of outer steps that are long ago, and merge Θ once."""
@@ -377,7 +389,8 @@ class ElasticMembership(Membership):
         self._read(p, stored)
         with replica.parameters.merging(p, replica.num_steps) as theta:
             merge_in_place(theta, replica.state.use(OUTER, p), mixing, before_N)
-        zeros = partial(torch.zeros, self.form.sizes[p], device=replica.parameters.device)
+        size, device = self.form.sizes[p], replica.parameters.device
+        zeros = partial(torch.zeros, size, dtype=torch.float32, device=device)
         return replica.described(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()))
 
     def _read(self, p: int, stored: StoredSnapshot) -> None:
@@ -405,7 +418,11 @@ class ElasticMembership(Membership):
         self._take_digests(p, self._kinds)
         offer = self.in_flight.get(p)
         if offer is not None and offer.base_round < round - self.joined.rules.max_stale:
-            del self.in_flight[p], self._errors[p]  # nobody may count it any more; Θ − θ still holds its work
+            self._give_up(p)  # nobody may count it any more
+
+    def _give_up(self, p: int) -> None:
+        """Forget the own offer in flight; Θ − θ still holds its work."""
+        del self.in_flight[p], self._errors[p]
 
     def _catch_up(self) -> None:
         """Take Θ from the snapshots and decisions that the run has made so far, and θ ← Θ."""
@@ -431,16 +448,55 @@ class ElasticMembership(Membership):
             for own, part_n in zip(theta, outer_N.split([own.numel() for own in theta]), strict=True):
                 own.copy_(part_n.view(own.shape))
 
-    def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
-        """Wait for the decisions of own payloads, bounded in time, and take them and what else was decided."""
+    def finish(self, *, flush: bool, close: bool) -> tuple[OuterStep, ...]:
+        """Wait for the decisions of own payloads, bounded in time, and take them and what else was decided.
+
+        Once the run's token budget is spent, or with `close`, take everything up to the entry that closes the run.
+        """
         self._translate()
         self.replica.parameters.watch.take(self.replica.num_steps)()
-        merged = self._drained()
-        if flush:
-            for p in self.uncounted_fragments():
-                self.send(p)
+        merged: list[OuterStep] = []
+        try:
             merged += self._drained()
-        return merged
+            if flush and not self._closed:
+                for p in self.uncounted_fragments():
+                    self.send(p)
+                merged += self._drained()
+            if close or self._is_finished:
+                merged += self._rest()
+        except NoDecisionError:
+            if not (close or self._is_finished):
+                raise
+            # Nothing is wrong with this replica: the store can't be reached, and `leave` says what it has.
+        return tuple(merged)
+
+    def _rest(self) -> Iterator[OuterStep]:
+        """End the run, and take every outer step up to the entry that closes it, whose Θ must be this replica's.
+
+        Raises:
+            NoDecisionError: if the run is not closed in time.
+            DisagreementError: if the run's last Θ is another.
+        """
+        self.joined.seat.close()
+        while not self._closed:
+            start = time.perf_counter()
+            self._listen(wait_for=-1)
+            self.replica.blocked_seconds += time.perf_counter() - start
+            yield from self._drained()
+        for p, digest in enumerate(self._closed):
+            self._check_digests(p)
+            if int(digest, 16) != self.base(p):
+                raise DisagreementError(
+                    f"the outer parameters of fragment {p} after the run's last outer step are not those of this "
+                    "replica: it gave other bits, here or where the run was closed; see with diloco store verify "
+                    "which are right"
+                )
+
+    def _warn_of_the_end(self) -> None:
+        """Say once that inner steps are in vain."""
+        if not self._has_warned:
+            self._has_warned = True
+            _LOG.warning("step %d: the run is closed, and counts nothing more: finish", self.replica.num_steps)
 
     def _drained(self) -> tuple[OuterStep, ...]:
         """The outer steps of what is in flight."""
@@ -486,7 +542,15 @@ class ElasticMembership(Membership):
             UserError: if it is another's, or this engine has trained: what it has sent may be counted.
         """
         refuse_if_sent(self.next_seq)
-        return accepted_of(self.replica, self.joined.run, state), ()
+        accepted = accepted_of(self.replica, self.joined.run, state)
+        for p, last_round in enumerate(accepted["rounds"]):
+            if last_round > self.rounds[p]:
+                raise UserError(
+                    f"the state knows round {last_round} of fragment {p}, and the run's log ends at round "
+                    f"{self.rounds[p]}: an older copy of the store was put back; put the newer one back, or start "
+                    "this replica without the state"
+                )
+        return accepted, ()
 
     def load(self, accepted: Mapping[str, Any]) -> None:
         """Go on where a replica was: θ ← θ + Θ_now − Θ_then, or Θ_now where the run has counted work since then.
@@ -498,7 +562,12 @@ class ElasticMembership(Membership):
         replica.resume(accepted)
         self._tokens_before = replica.tokens
         self._next_send = list(accepted["next_send"])
-        self.counted = [(tokens, steps) for tokens, steps in accepted["counted"]]
+        # What was not counted yet may have been read in larger batches than this replica has declared.
+        most = self.joined.step_tokens
+        self.counted = [
+            (max(tokens, replica.tokens - most * (replica.num_steps - steps)), steps)
+            for tokens, steps in accepted["counted"]
+        ]
         slot, then, errors = accepted["slot"], *vectors_of(accepted, replica.parameters)
         self._then = {"slot": slot, "rounds": accepted["rounds"], OUTER: then, ERROR: errors}
         for p, (last_round, then_N) in enumerate(zip(accepted["rounds"], then, strict=True)):
@@ -523,15 +592,32 @@ class ElasticMembership(Membership):
         self._translation.clear()
         self._then.clear()
 
+    def _check_amounts(self, step: int, tokens: int, num_steps: int) -> None:
+        """Refuse an outer gradient without a weight, and one that the run would not count.
 
-def _check_read(step: int, tokens: int, num_steps: int) -> None:
-    """Refuse an outer gradient without a weight."""
-    if not tokens:
-        raise UserError(
-            f"step {step}: the last {num_steps} inner steps read no token, and where replicas come and go an "
-            "outer gradient is weighted by its tokens: pass engine.step(tokens=...)",
-            "tokens",
-        )
+        Raises:
+            UserError: for tokens that are none, or more than this replica has declared.
+            ExchangeError: if no outer step has counted this replica for too long.
+        """
+        most_tokens, most_steps = self.joined.step_tokens, self.joined.most_steps
+        if not tokens:
+            raise UserError(
+                f"step {step}: the last {num_steps} inner steps read no token, and where replicas come and go an "
+                "outer gradient is weighted by its tokens: pass engine.step(tokens=...)",
+                "tokens",
+            )
+        if tokens > num_steps * most_tokens:
+            raise UserError(
+                f"step {step}: the last {num_steps} inner steps read {tokens} tokens, and this replica has "
+                f"declared step_tokens={most_tokens}: give its rendezvous the most that an inner step reads",
+                "step_tokens",
+            )
+        if num_steps > most_steps:
+            raise ExchangeError(
+                f"step {step}: no outer step has counted the last {num_steps} inner steps, and the run takes no "
+                f"more than {most_steps} at once: start this replica again under another name, which begins at "
+                "the run's outer parameters"
+            )
 
 
 def refuse_if_sent(num_sent: int) -> None:

@@ -149,7 +149,7 @@ class Inside:
         """
         if self.is_first:
             self._heard(source)
-        vector_n = torch.empty(num_elements)
+        vector_n = torch.empty(num_elements, dtype=torch.float32, device="cpu")
         if num_elements:
             self._receive_into(vector_n, source, _VECTOR)
         return vector_n
@@ -182,7 +182,8 @@ class Inside:
     def _post(self, message: Message, to: int) -> "list[_Posted]":
         """Start to send a message."""
         text = b"" if message.value is None else msgspec.json.encode(message.value)
-        works = [self._posted(torch.tensor([message.call, message.fragment, len(text)]), to, _HEAD)]
+        head = torch.tensor([message.call, message.fragment, len(text)], dtype=torch.int64, device="cpu")
+        works = [self._posted(head, to, _HEAD)]
         if text:
             works.append(self._posted(torch.frombuffer(bytearray(text), dtype=torch.uint8), to, _TEXT))
         return works
@@ -193,12 +194,12 @@ class Inside:
 
     def _heard(self, source: int) -> Message:
         """The next message of a process."""
-        head = torch.empty(3, dtype=torch.int64)
+        head = torch.empty(3, dtype=torch.int64, device="cpu")
         self._receive_into(head, source, _HEAD)
         call, fragment, num_bytes = head.tolist()
         value = None
         if num_bytes:
-            text = torch.empty(num_bytes, dtype=torch.uint8)
+            text = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             self._receive_into(text, source, _TEXT)
             value = msgspec.json.decode(text.numpy().data)
         message = Message(Call(call), fragment, value)
@@ -426,10 +427,10 @@ class LeadingMembership(ElasticMembership):
         """Offer the fragments that are due, and take the outer steps that were decided."""
         return self._report(super().advance())
 
-    def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
+    def finish(self, *, flush: bool, close: bool) -> tuple[OuterStep, ...]:
         """Wait for the decisions of own payloads, bounded in time, and take them."""
         self._inside.lead(Call.FINISH)
-        return self._report(super().finish(flush=flush))
+        return self._report(super().finish(flush=flush, close=close))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of this replica that resumes; Θ and the slots lie in the store."""
@@ -463,7 +464,7 @@ class FollowingMembership(Membership):
         self._parameters, self._inside = parameters, parameters.inside
         fragments = range(len(settings.fragments))
         with_error = settings.error_feedback is not None
-        nothing = [torch.empty(0) for _ in fragments]
+        nothing = [torch.empty(0, dtype=torch.float32, device="cpu") for _ in fragments]
         state = OuterState(nothing, slots=settings.outer.slots, with_error=with_error, offload=False)
         self.replica = Replica(settings, parameters, state)
         self._report = Report()
@@ -499,8 +500,8 @@ class FollowingMembership(Membership):
         self._parameters.look_at_merges(self.replica.num_steps)
         return self._follow() if self._call is Call.STEP else ()
 
-    def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
-        """Serve the end; whether to flush is what the first process was asked for."""
+    def finish(self, *, flush: bool, close: bool) -> tuple[OuterStep, ...]:
+        """Serve the end; what to do is what the first process was asked for."""
         self._inside.follow(Call.FINISH)
         return self._follow()
 

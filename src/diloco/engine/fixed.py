@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from diloco.engine.checkpoint import agree_or_refuse, loadable
-from diloco.engine.guards import refuse_equal_payloads
+from diloco.engine.guards import EqualGradients
 from diloco.engine.lanes import QueueLane, Start, here, in_thread
 from diloco.engine.outer_state import ERROR, OUTER
 from diloco.engine.replica import Flight, Membership, Replica
 from diloco.errors import DisagreementError, ExchangeError, PayloadError, UserError
 from diloco.exchange.process_group import Answers
-from diloco.exchange.transport import Channel, Tag, Transport, agree, fail_together
+from diloco.exchange.transport import SAME_NUMBER_OF_STEPS, Channel, Tag, Transport, agree, fail_together
 from diloco.outer.averages import Average
 from diloco.outer.cohort import Cohort
 from diloco.outer.digest import parameters_hash
@@ -29,19 +29,25 @@ from diloco.wire import codec
 from diloco.wire.payload import Key
 
 
-def exchange(transport: Transport, flight: Flight) -> Callable[[], dict[int, Tensor]]:
+def exchange(
+    transport: Transport, flight: Flight, check: Callable[[Flight, Mapping[int, Tensor]], None] | None = None
+) -> Callable[[], dict[int, Tensor]]:
     """Start to bring every member what it needs of a flight that is sealed.
 
     A second phase follows in a thread as soon as the first is over.
+
+    Args:
+        transport: the way to the others.
+        flight: this replica's.
+        check: looks at the first phase's payload of every member.
 
     Returns:
         A function that waits for the last phase's payload of every member, this replica's own included.
     """
     reduction, size, key, cohort = flight.reduction, flight.num_elements, flight.key, flight.cohort
     tag = Tag(Channel.PAYLOAD, key.fragment, key.round, shard=key.shard, step=flight.sync.step)
-    check = partial(refuse_equal_payloads, reduction=reduction, num_elements=size, key=key, cohort=cohort)
     addressed = reduction.addressed(flight.payloads, cohort)
-    first = _Phase(transport, addressed, tag, check if tag.round == 1 else None)
+    first = _Phase(transport, addressed, tag, None if check is None else partial(check, flight))
     if reduction.num_phases == 1:
         return first.wait
 
@@ -98,6 +104,7 @@ class FixedMembership(Membership):
         self._schedule, self._due = replica.settings.schedule, Due((), ())
         self._shard = replica.parameters.group.index
         self._fragment_bytes = self._bytes_by_fragment()
+        self._equal = EqualGradients(replica.state.num_fragments)
         initial = replica.state.at_home(OUTER)
         agree(transport, replica.settings.facts(transport.num_replicas) | replica.parameters.facts(initial))
 
@@ -106,7 +113,7 @@ class FixedMembership(Membership):
         replica = self.replica
         sizes = [replica.state.num_elements(p) for p in range(replica.state.num_fragments)]
         num_bytes = [replica.reduction.bytes_sent(size, len(self.cohort.members)) for size in sizes]
-        of_shard = torch.tensor(num_bytes, device=replica.parameters.device)
+        of_shard = torch.tensor(num_bytes, dtype=torch.int64, device=replica.parameters.device)
         return replica.parameters.group.reduce(of_shard).tolist()
 
     @property
@@ -192,10 +199,25 @@ class FixedMembership(Membership):
 
         def send() -> Callable[[], dict[int, Tensor]]:
             flight.seal()
-            return exchange(self.transport, flight)
+            return exchange(self.transport, flight, self._refuse_equal if flight.sync.round == 1 else None)
 
         flight.sent, flight.started = self.sends(send), time.perf_counter()
         self.in_flight.append(flight)
+
+    def _refuse_equal(self, flight: Flight, received: Mapping[int, Tensor]) -> None:
+        """Refuse to go on if two replicas made the same outer gradients, in the first round of every fragment.
+
+        Raises:
+            UserError: naming the two, and what makes them equal.
+        """
+        args = flight.reduction, flight.num_elements, flight.key, flight.cohort
+        for one, other in self._equal.look(flight.sync.fragment, received, *args):
+            raise UserError(
+                f"replicas {one} and {other} made the same outer gradients of all fragments, to the last bit: "
+                "either gradients are averaged across replicas, by DDP or another user of a process group that "
+                "spans them (make each replica a job of its own, joined by diloco.connect, or give it a group of "
+                "its own), or they train on the same data (give each a share of its own)"
+            )
 
     def _check_sends(self) -> None:
         """Raise what a send has met since it was begun; shards, which fail together, do so at the merge.
@@ -282,21 +304,23 @@ class FixedMembership(Membership):
             where = f"step {step}: fragment {sync.fragment}, round {sync.round}"
             raise type(error)(f"{where}: {error}") from error
 
-    def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
+    def finish(self, *, flush: bool, close: bool) -> tuple[OuterStep, ...]:
         """Receive what is in flight and merge it, in order; every replica calls it after the same step.
 
         Args:
             flush: send and merge every fragment once more that was not sent after the last inner step, one at a
                 time.
+            close: without effect, since all replicas end together.
 
         Raises:
             DisagreementError: if the replicas have taken different numbers of steps, or only some of them flush.
         """
+        del close
         step = self.replica.num_steps
         with self.transport.finishing(step):
             fragments = [p for p, last_sent in enumerate(self.replica.last_sent) if flush and last_sent < step]
             facts = {"number of inner steps at finish()": step, "fragments that finish() flushes": fragments}
-            agree(self.transport, facts)
+            agree(self.transport, facts, remedy=SAME_NUMBER_OF_STEPS)
             first_step = step - self._schedule.overlap(self.transport.replica) + 1
             with self.replica.fail_together():
                 self.replica.parameters.watch.take(step)()

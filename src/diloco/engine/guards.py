@@ -5,6 +5,7 @@ Shapes: N elements of one fragment, K sampled ones.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -22,49 +23,73 @@ _MIN_ELEMENTS = 16
 """Fewest elements that are judged: fewer may return to where they were by chance."""
 
 
-def refuse_equal_payloads(
-    received: Mapping[int, Tensor], reduction: Reduction, num_elements: int, key: Key, cohort: Cohort
-) -> None:
-    """Refuse outer gradients that are equal on all replicas: independent training never makes them.
+class EqualGradients:
+    """Notices two replicas whose outer gradients of all fragments are equal, as independent training makes none.
+
+    In one fragment they may be equal without that, where it has no gradients and the weights decay. Payloads too
+    short to judge prove nothing, nor do those of zeros.
 
     Args:
-        received: the first phase's payload of every member.
-        reduction: how the payloads were encoded.
-        num_elements: N.
-        key: of this replica's payloads.
-        cohort: the members.
-
-    Raises:
-        UserError: if all payloads are equal to the last bit, and not those of an outer gradient of zeros.
+        num_fragments: P.
     """
-    if are_equal(received, reduction, num_elements, key, cohort):
-        raise UserError(
-            f"all {len(cohort.members)} replicas made the same outer gradient of fragment {key.fragment}, to the "
-            "last bit: either gradients are averaged across replicas, by DDP or another user of a process group "
-            "that spans them (make each replica a job of its own, joined by diloco.connect, or give it a group of "
-            "its own), or all replicas train on the same data (give each a share of its own)"
-        )
+
+    def __init__(self, num_fragments: int) -> None:
+        self._pairs: list[Mapping[tuple[int, int], bool] | None] = [None] * num_fragments
+        self._short: set[int] = set()
+
+    def look(
+        self,
+        fragment: int,
+        received: Mapping[int, Tensor],
+        reduction: Reduction,
+        num_elements: int,
+        key: Key,
+        cohort: Cohort,
+    ) -> list[tuple[int, int]]:
+        """The pairs of members whose newest outer gradients of all fragments are equal to the last bit.
+
+        Args:
+            fragment: the one that has come.
+            received: a payload of every member.
+            reduction: how the payloads were encoded.
+            num_elements: N.
+            key: of this replica's payloads.
+            cohort: the members.
+        """
+        if received[key.replica].numel() < HEADER_BYTES + _MIN_BODY_BYTES:
+            self._short.add(fragment)
+        self._pairs[fragment] = pairs = {}
+        for members in _equal(received):
+            zeros_N = torch.zeros(num_elements, dtype=torch.float32, device=received[key.replica].device)
+            of_zeros = reduction.addressed(reduction.encode(zeros_N, key, cohort), cohort)[key.replica]
+            is_zero = torch.equal(of_zeros[HEADER_BYTES:], received[members[0]][HEADER_BYTES:])
+            pairs |= dict.fromkeys(combinations(members, 2), is_zero)
+        judged = [pairs for p, pairs in enumerate(self._pairs) if p not in self._short]
+        return [
+            pair
+            for pair in pairs
+            if all(each is not None and pair in each for each in judged)
+            and not all(each[pair] for each in judged if each is not None)
+        ]
 
 
-def is_long(payload_bytes: int) -> bool:
-    """True if a payload is long enough to be compared: shorter ones may be equal by chance."""
-    return payload_bytes >= HEADER_BYTES + _MIN_BODY_BYTES
+def _equal(received: Mapping[int, Tensor]) -> list[list[int]]:
+    """The groups of two and more members whose payloads have the same body."""
+    groups: list[list[int]] = []
+    for member, payload in sorted(received.items()):
+        for group in groups:
+            first = received[group[0]]
+            if all(torch.equal(first[part], payload[part]) for part in (_BEGINNING, _BODY)):
+                group.append(member)
+                break
+        else:
+            groups.append([member])
+    return [group for group in groups if len(group) > 1]
 
 
-def are_equal(
-    received: Mapping[int, Tensor], reduction: Reduction, num_elements: int, key: Key, cohort: Cohort
-) -> bool:
-    """True if several outer gradients are equal to the last bit, long enough to judge, and not of zeros."""
-    own = received[key.replica]
-    others = [payload for member, payload in received.items() if member != key.replica]
-    if not others or not is_long(own.numel()):
-        return False
-    own = own[HEADER_BYTES:]
-    if not all(torch.equal(payload[HEADER_BYTES:].to(own.device), own) for payload in others):
-        return False
-    zeros_N = torch.zeros(num_elements, device=own.device)
-    of_zeros = reduction.addressed(reduction.encode(zeros_N, key, cohort), cohort)[key.replica]
-    return not torch.equal(of_zeros[HEADER_BYTES:], own)
+_BODY = slice(HEADER_BYTES, None)
+_BEGINNING = slice(HEADER_BYTES, HEADER_BYTES + _MIN_BODY_BYTES)
+"""Compared first: it differs nearly always."""
 
 
 @dataclass

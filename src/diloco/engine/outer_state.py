@@ -111,7 +111,7 @@ class OuterState:
     def _at_home_like(self, like_N: Tensor) -> Tensor:
         """Zeros where vectors live, pinned if they are copied to a GPU."""
         if self._offload and self._device.type == "cuda":
-            return torch.zeros(like_N.numel(), dtype=torch.float32, pin_memory=True)
+            return torch.zeros(like_N.numel(), dtype=torch.float32, device="cpu", pin_memory=True)
         device = torch.device("cpu") if self._offload else like_N.device
         return empty(like_N.numel(), torch.float32, device).zero_()
 

@@ -150,6 +150,11 @@ class FragmentParameters:
         return local(parameter).shape
 
     @property
+    def has_masters(self) -> bool:
+        """True if the optimizer updates other weights, which are θ."""
+        return self._masters is not None
+
+    @property
     def by_name(self) -> dict[str, Tensor]:
         """The parameters of all fragments."""
         return {name: parameter for part in self._by_fragment for name, parameter in part.items()}
@@ -253,7 +258,7 @@ class FragmentParameters:
         )
         facts: dict[str, Any] = {name_of_shard: list(self.part)}
         # Θ would differ between replicas in the numbers below 2^-126.
-        flushes = (torch.tensor(1e-40) * 1.0 == 0).item()
+        flushes = (torch.tensor(1e-40, dtype=torch.float32, device="cpu") * 1.0 == 0).item()
         facts["whether the CPU flushes subnormal numbers to zero (torch.set_flush_denormal)"] = flushes
         values: dict[str, Tensor] = {}
         for fragment, flat_N in enumerate(initial):

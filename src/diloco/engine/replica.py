@@ -425,8 +425,11 @@ class Membership(ABC):
         """Announce the fragment that is used next, if that is known."""
 
     @abstractmethod
-    def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
-        """Merge what is in flight, and with `flush` send and merge every fragment once more."""
+    def finish(self, *, flush: bool, close: bool) -> tuple[OuterStep, ...]:
+        """Merge what is in flight, and with `flush` send and merge every fragment once more.
+
+        With `close` end the run, where a group of fixed replicas ends by itself.
+        """
 
     @abstractmethod
     def reset_outer(self) -> None:

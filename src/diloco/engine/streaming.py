@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from diloco.engine.attach import Attachment
+from diloco.engine.attach import Attachment, check_trains, trained_by
 from diloco.engine.fixed import FixedMembership
 from diloco.engine.lanes import device_lane
 from diloco.engine.outer_state import OUTER
@@ -259,7 +259,7 @@ class StreamingDiLoCo:
         self._replica = self._membership.replica
         self._attachment: Attachment | None = None
         self._loads = ModelLoads(model, self._replica)
-        self._sound = True
+        self._sound, self._stands_in = True, False  # Θ for θ, in the model
 
     def step(self, *, tokens: int | None = None) -> tuple[OuterStep, ...]:
         """Count an inner step, send the fragments that are due, merge those whose overlap has passed.
@@ -273,9 +273,10 @@ class StreamingDiLoCo:
 
         Raises:
             NonFiniteError, UserError: if an outer gradient is not finite, or a parameter was replaced or loaded
-                since the engine was built; this process sent nothing of this step.
+                since the engine was built, or Θ stands in its place; this process sent nothing of this step.
             ExchangeError, PayloadError: if a payload is late or damaged; nothing of this step was merged.
         """
+        self._check_own_parameters("step")
         attachment = self._attachment
         if attachment is not None and not attachment.is_counting and attachment.is_attached:
             raise UserError(
@@ -300,6 +301,9 @@ class StreamingDiLoCo:
             optimizer: the torch optimizer that steps last, or a wrapper such as accelerate's or torchtitan's.
             scaler: the GradScaler that steps it: a step that it skips counts, so that replicas stay in step.
             tokens: of each inner step, as in `step()`.
+
+        Raises:
+            UserError: if the engine is attached already, or the optimizer trains none of its parameters.
         """
         _checked_tokens(tokens)
         if self._attachment is not None and self._attachment.is_attached:
@@ -307,6 +311,7 @@ class StreamingDiLoCo:
                 "the engine is attached already, and would count every inner step twice: attach it alone to the "
                 "optimizer that steps last"
             )
+        check_optimizers(self, [optimizer])
         self._attachment = Attachment(partial(self.step, tokens=tokens), optimizer, scaler)
         return self._attachment
 
@@ -314,7 +319,7 @@ class StreamingDiLoCo:
         """Call `hook(names)` after each merge with the names of the changed parameters, until its removal."""
         return self._replica.parameters.on_merge(hook)
 
-    def finish(self, *, flush: bool = False) -> tuple[OuterStep, ...]:
+    def finish(self, *, flush: bool = False, close: bool = False) -> tuple[OuterStep, ...]:
         """Receive what is in flight and merge it, in order; every replica calls it after the same step.
 
         It raises what `step()` raises; after any error, load the last saved state in a new engine.
@@ -323,12 +328,17 @@ class StreamingDiLoCo:
             flush: then send and merge every fragment once more, so that Θ, which is what to ship, holds the last
                 work of all. A warning names the fragments whose last work was not counted, or, without `flush`,
                 those that were never sent.
+            close: where replicas come and go, end the run for all of them, since its token budget is spent. Each
+                then takes every outer step up to the entry that closes the log, so that all have the same Θ; one
+                that finishes after another has called this does so, too. The wait is bounded by the rendezvous'
+                `timeout_seconds`; after it `rendezvous.leave()` warns which entry's Θ this replica has.
         """
+        self._check_own_parameters("finish")
         self._check_going_on()
         if flush and self._loads.pending:
             self._loads.check()
         with self._fail_together():
-            merged = self._membership.finish(flush=flush)
+            merged = self._membership.finish(flush=flush, close=close)
         self._warn_of_unsent()
         if flush:
             self._warn_of_uncounted()
@@ -343,6 +353,7 @@ class StreamingDiLoCo:
             DisagreementError: if the replicas' parameters or numbers of steps differ; nothing is changed.
             UserError: if something is in flight; nothing is changed.
         """
+        self._check_own_parameters("reset_outer")
         self._check_going_on()
         self._membership.reset_outer()
         self._loads.accept()
@@ -356,6 +367,7 @@ class StreamingDiLoCo:
         itself, and loads in place. Of a sharded model they are DTensors, and every process of the replica must
         call it; examples/sharded_replicas.py resumes on other shards.
         """
+        self._check_own_parameters("state_dict")
         self._check_sound()
         return self._membership.state_dict()
 
@@ -374,6 +386,7 @@ class StreamingDiLoCo:
                 settings while something is in flight. A refusal changes nothing, but torch.distributed.checkpoint
                 has read into Θ and the slots before: build a new engine then.
         """
+        self._check_own_parameters("load_state_dict")
         accepted, unfrozen = self._membership.accepted(state)
         with self._fail_together():
             self._membership.load(accepted)
@@ -443,12 +456,21 @@ class StreamingDiLoCo:
 
     @contextmanager
     def outer_parameters_applied(self) -> Iterator[None]:
-        """The model with Θ in the place of its own parameters, which it gets back; take no inner step in there."""
+        """The model with Θ in the place of its own parameters, which it gets back.
+
+        Evaluate in there, and save a model to ship; inner steps and the engine's state are refused.
+        """
+        stood_in = self._stands_in
         with self._loads.undone(), self._replica.parameters.replaced_by(self.outer_parameters()):
-            yield
+            self._stands_in = True
+            try:
+                yield
+            finally:
+                self._stands_in = stood_in
 
     def copy_outer_to_model(self) -> None:
         """Leave Θ in the model for good, after `finish()`: so that whatever saves the model saves Θ."""
+        self._check_own_parameters("copy_outer_to_model")
         self._replica.parameters.set(self.outer_parameters())
 
     def outer_hash(self) -> str:
@@ -484,6 +506,14 @@ class StreamingDiLoCo:
         with self._membership.fail_together():
             yield
         self._sound = True
+
+    def _check_own_parameters(self, method: str) -> None:
+        """Refuse a method that needs θ in the model where Θ stands in its place."""
+        if self._stands_in:
+            raise UserError(
+                f"engine.{method}() inside outer_parameters_applied(), where the model has Θ in the place of its "
+                "own parameters: call it after the context, which is to evaluate, and to save a model to ship"
+            )
 
     def _check_sound(self) -> None:
         """Refuse to use what a step that failed half-way has left."""
@@ -539,7 +569,7 @@ def begin_logs(engine: StreamingDiLoCo) -> Callable[[], dict[str, float]]:
     """Start computing an engine's logs as of now; the returned function waits for them."""
     membership, replica = engine._membership, engine._replica
     errors = replica.record.codec_errors(replica.settings.wire)
-    none = torch.zeros(2, device=replica.parameters.device)
+    none = torch.zeros(2, dtype=torch.float32, device=replica.parameters.device)
     squares = torch.stack([_squared_distance(membership), *(none if errors is None else errors)])
     squares, counted = begin_to_host(replica.parameters.group.reduce(squares)), _counters(membership)
 
@@ -556,7 +586,7 @@ def begin_logs(engine: StreamingDiLoCo) -> Callable[[], dict[str, float]]:
 def _squared_distance(membership: Membership) -> Tensor:
     """‖θ − Θ‖² over the elements that this process holds."""
     parameters = membership.replica.parameters
-    total = torch.zeros((), device=parameters.device)
+    total = torch.zeros((), dtype=torch.float32, device=parameters.device)
     for p, home_N in enumerate(membership.replica.state.at_home(OUTER)):
         outer_N = home_N.to(parameters.device)
         delta_N = parameters.outer_gradient(p, outer_N, torch.empty_like(outer_N))
@@ -581,7 +611,7 @@ def check_job(num_processes: int, engine: StreamingDiLoCo) -> Transport:
     """
     if (rendezvous := engine.rendezvous) is not None:
         with suppress(DilocoError):  # the engine has joined
-            rendezvous.leave(finished=False)
+            rendezvous.leave()
         raise UserError(
             "a framework's job can't be a replica that comes and goes: train with diloco's own trainer, or in a "
             "loop of your own, which reads from rendezvous.slot and rendezvous.start, or join the jobs with "
@@ -596,3 +626,20 @@ def check_job(num_processes: int, engine: StreamingDiLoCo) -> Transport:
             "exchange",
         )
     return engine.exchange
+
+
+def is_trained_by(engine: StreamingDiLoCo, optimizer: object) -> bool:
+    """True if an optimizer trains a parameter that the engine exchanges."""
+    own = {id(parameter) for parameter in engine._replica.parameters.by_name.values()}
+    return any(id(parameter) in own for _, parameter in trained_by(optimizer))
+
+
+def check_optimizers(engine: StreamingDiLoCo, optimizers: Sequence[object]) -> None:
+    """Refuse optimizers of other parameters than the engine's; a warning names those that they train beside them.
+
+    Raises:
+        UserError: if none trains a parameter that the engine exchanges, or one is no optimizer.
+    """
+    parameters = engine._replica.parameters
+    if not parameters.has_masters:  # else the optimizer may train these
+        check_trains(optimizers, parameters.by_name)

@@ -148,11 +148,11 @@ def _batches(parts: list[_Part], batch_tokens: int) -> Iterator[list[_Part]]:
 def _score(model: LanguageModel, group: list[_Part], device: torch.device) -> list[Likelihood]:
     contexts = list(dict.fromkeys(context for _, context, _ in group))
     row_of = {context: row for row, context in enumerate(contexts)}
-    rows_R = torch.tensor([row_of[context] for _, context, _ in group], device=device)
+    rows_R = torch.tensor([row_of[context] for _, context, _ in group], dtype=torch.int64, device=device)
     longest = max(len(continuation) for *_, continuation in group)
-    targets_RxU1 = torch.zeros(len(group), longest, dtype=torch.int64)
+    targets_RxU1 = torch.zeros(len(group), longest, dtype=torch.int64, device="cpu")
     for row, (*_, continuation) in enumerate(group):
-        targets_RxU1[row, : len(continuation)] = torch.tensor(continuation)
+        targets_RxU1[row, : len(continuation)] = torch.tensor(continuation, dtype=torch.int64, device="cpu")
     targets_RxU1 = targets_RxU1.to(device)
 
     cache = model.new_cache()
@@ -160,7 +160,7 @@ def _score(model: LanguageModel, group: list[_Part], device: torch.device) -> li
         raise UserError(
             f"{type(model).__name__} offers no cache: zero-shot tasks can't be scored with it", "tasks"
         )
-    logits_RxU1xV = model(torch.tensor(contexts, device=device), cache)[:, -1:][rows_R]
+    logits_RxU1xV = model(torch.tensor(contexts, dtype=torch.int64, device=device), cache)[:, -1:][rows_R]
     if longest > 1:
         following_RxUxV = model(targets_RxU1[:, :-1], cache.select(rows_R))
         logits_RxU1xV = torch.cat([logits_RxU1xV, following_RxUxV], dim=1)

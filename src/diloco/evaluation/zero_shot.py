@@ -200,7 +200,8 @@ def _file_task(name: str, path: Path, scratch: Path) -> dict[str, Any]:
     """A multiple-choice task, scored as the harness scores HellaSwag, PIQA and ARC."""
     scratch.mkdir()
     questions = scratch / "questions.jsonl"
-    questions.write_text("".join(json.dumps(question) + "\n" for question in read_questions(path)))
+    lines = "".join(json.dumps(question) + "\n" for question in read_questions(path))
+    questions.write_text(lines, encoding="utf-8")
     return {
         "task": _OWN + name,
         "dataset_path": "json",

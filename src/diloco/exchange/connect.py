@@ -66,14 +66,17 @@ def connect(
     if secret is None and certificates is None:
         secret, certificates = os.environ.get("DILOCO_SECRET"), os.environ.get("DILOCO_CERTIFICATES")
     meeting = Meeting(address, replica, num_replicas, timeout_seconds)
-    if secret is None and certificates is None:
-        way = _InTheClear(meeting, timeout_seconds)
-    else:
+
+    def make() -> Way:
+        if secret is None and certificates is None:
+            return _InTheClear(meeting, timeout_seconds)
         # Without a proof, neither TLS nor the library of its keys is loaded.
         from diloco.exchange.encrypted.session import Session
 
-        way = Session(meeting, secret, certificates, timeout_seconds)
-    meeting.compare(way, leader=leader, num_connections=num_connections)
+        return Session(meeting, secret, certificates, timeout_seconds)
+
+    way = meeting.arrive(make, leader=leader, num_connections=num_connections)
+    meeting.compare(way)
     return _exchange(way, meeting, leader, num_connections, timeout_seconds)
 
 
@@ -178,6 +181,10 @@ def _warn_of_no_secret(address: str) -> None:
     )
 
 
+_EVERY_INTERFACE = ("0.0.0.0", "::", "*")
+"""Hosts at which a program can listen, and which no other can reach."""
+
+
 def _settings(address: str | None, replica: int | None, num_replicas: int | None) -> tuple[str, int, int]:
     """The arguments, or what the environment has for them, checked."""
     address = os.environ.get("DILOCO_ADDRESS") if address is None else address
@@ -186,6 +193,12 @@ def _settings(address: str | None, replica: int | None, num_replicas: int | None
         raise UserError(
             f"address={address} must be host:port of replica 0, with a port from 1 to {(1 << 16) - 1}: give "
             "it, or set DILOCO_ADDRESS",
+            "address",
+        )
+    if host.strip("[]") in _EVERY_INTERFACE:
+        raise UserError(
+            f"address={address} is no place to reach: give the address of replica 0's machine on the network "
+            "that the others share; there alone it listens",
             "address",
         )
     numbers = {}

@@ -70,6 +70,6 @@ class TorchGroup:
         """The number of processes that failed, by way of the host: it need not wait for what GPUs do."""
         if self._host_group is None:
             self._host_group = group_like(self.group, timeout_seconds_of(self.group))
-        num_failed = torch.tensor([here], dtype=torch.int32)
+        num_failed = torch.tensor([here], dtype=torch.int32, device="cpu")
         dist.all_reduce(num_failed, group=self._host_group)
         return int(num_failed.item())

@@ -26,6 +26,17 @@ def _rank_and_size() -> tuple[int, int]:
         raise UserError(f"RANK and WORLD_SIZE in the environment must be whole numbers: {error}") from None
 
 
+def _launcher() -> str:
+    """A hint at the variables by which this process may be taken for one of several."""
+    if dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") == "1":
+        return ""
+    rank, size = os.environ.get("RANK"), os.environ["WORLD_SIZE"]
+    return (
+        f"; RANK={rank} and WORLD_SIZE={size} in the environment say that this is one of several processes of its "
+        "replica: if it is the only one, unset what Slurm or torchrun left there"
+    )
+
+
 def _job() -> str | None:
     """A name of the job that started the replica's processes, which no other job has; None without a launcher.
 
@@ -83,8 +94,15 @@ class Arrival(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     job: str | None
     """The name of the job that started its replica's processes; None without a launcher."""
     process: str
-    """A number of the process that no other one has."""
+    """A name of the process that no other one has."""
+    number: int
+    """The number of this arrival of the process at the address, from 1."""
 
+
+_PROCESS = secrets.token_hex(8)
+"""A name of this program, which forked processes share."""
+_NUM_ARRIVALS: dict[str, int] = {}
+"""The arrivals of this process, by their addresses."""
 
 S = TypeVar("S", bound=socket.socket)
 
@@ -127,29 +145,67 @@ class Meeting:
         """True in the process that holds the store: the first of replica 0."""
         return self.replica == 0 and self.rank == 0
 
-    def compare(self, way: Way, *, leader: bool, num_connections: int) -> None:
-        """Wait for every process of every replica, and compare what they believe.
+    def arrive(self, make: Callable[[], Way], *, leader: bool, num_connections: int) -> Way:
+        """The connections with the others, at a store into which this process has written that it is here.
+
+        A process that has closed an exchange at the address may be faster than replica 0, which still has that
+        one's store: it comes again until there is a new one.
 
         Raises:
-            UserError: if they believe different things, or this replica has come already.
-            ExchangeError: if one does not come in time, or replica 0 is gone or stands still.
+            UserError: if this replica has come already.
+            ExchangeError: if replica 0 is gone, stands still or does not close the exchange before.
         """
-        store, deadline = way.store, self.deadline + SECONDS_FOR_THE_LAST_ANSWER
-        mine = Arrival(
+        num_arrivals = _NUM_ARRIVALS[self.address] = _NUM_ARRIVALS.get(self.address, 0) + 1
+        mine = self._mine = Arrival(
             num_replicas=self.num_replicas,
             leader=leader,
             num_connections=num_connections,
             processes_per_replica=self.num_processes,
             job=_job(),
-            process=secrets.token_hex(8),
+            process=f"{_PROCESS}/{os.getpid()}",
+            number=num_arrivals,
         )
-        text = msgspec.json.encode(mine).decode()
-        if ask(deadline, store.compare_set, _key(self.replica, self.rank), "", text) != text.encode():
-            raise UserError(
-                f"process {self.rank} of replica {self.replica} has come to {self.address} already: give "
-                "each replica a number of its own, and start the others anew with replica 0",
-                "replica",
-            )
+        ways: list[Way] = []
+
+        def missing() -> str:
+            try:
+                way = make()
+                if self._write(way.store, mine):
+                    ways.append(way)
+                    return ""
+                way.close()
+            except ExchangeError:
+                if num_arrivals == 1:
+                    raise
+            return "replica 0, which has the exchange before this one still open,"
+
+        self._wait_for_all(missing)
+        return ways[0]
+
+    def _write(self, store: Store, mine: Arrival) -> bool:
+        """Write that this process is here; False if it has written so before, for an exchange that it has left."""
+        key, text = _key(self.replica, self.rank), msgspec.json.encode(mine)
+        deadline = self.deadline + SECONDS_FOR_THE_LAST_ANSWER
+        present = ask(deadline, store.compare_set, key, "", text.decode())
+        if present == text:
+            return True
+        if _arrival(present, self.replica).process == mine.process:
+            return False
+        raise UserError(
+            f"process {self.rank} of replica {self.replica} has come to {self.address} already: give "
+            "each replica a number of its own, each exchange of a program a port of its own, and start the others "
+            "anew with replica 0",
+            "replica",
+        )
+
+    def compare(self, way: Way) -> None:
+        """Wait for every process of every replica, and compare what they believe.
+
+        Raises:
+            UserError: if they believe different things.
+            ExchangeError: if one does not come in time, or replica 0 is gone or stands still.
+        """
+        store, deadline, mine = way.store, self.deadline + SECONDS_FOR_THE_LAST_ANSWER, self._mine
         waiting = {(replica, 0) for replica in range(self.num_replicas)}
 
         def missing() -> str:
@@ -215,7 +271,7 @@ class Meeting:
             seconds=self._seconds,
             where=f" at {self.address}",
             remedy=f"start all {self.num_replicas} replicas within timeout_seconds, and check that this "
-            "machine reaches that address",
+            f"machine reaches that address{_launcher()}",
         )
 
 
@@ -259,7 +315,8 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     except OSError as error:
         raise UserError(
             f"replica 0 can't listen at address={host}:{port} ({error.strerror or error}): it must run on "
-            "that host, and the port must be free",
+            "that host, and the port must be free; an address serves one exchange at a time: close() the one "
+            "before, or give each exchange of a program a port of its own",
             "address",
         ) from None
     return listener, str(where[0])

@@ -8,15 +8,15 @@ import atexit
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, contextmanager, suppress
 from threading import Event, Thread, current_thread
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from diloco.errors import ExchangeError
-from diloco.exchange.transport import Store, Tag
+from diloco.exchange.transport import SAME_NUMBER_OF_STEPS, Store, Tag
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,16 +28,24 @@ def within(seconds: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.k
     Raises:
         TimeoutError: if the time is over.
     """
+    return in_thread(call, *args, **kwargs).result(max(seconds, _SHORTEST_SECONDS))
+
+
+def in_thread(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Start a call in a thread of its own; its result, which another thread may set before it returns."""
     result: Future[T] = Future()
 
     def run() -> None:
-        try:
-            result.set_result(call(*args, **kwargs))
-        except BaseException as error:
-            result.set_exception(error)
+        with suppress(InvalidStateError):
+            try:
+                result.set_result(call(*args, **kwargs))
+            except InvalidStateError:
+                raise
+            except BaseException as error:
+                result.set_exception(error)
 
     Thread(target=run, name="bounded call", daemon=True).start()
-    return result.result(max(seconds, _SHORTEST_SECONDS))
+    return result
 
 
 def ask(deadline: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -72,6 +80,20 @@ def first_sentence(error: Exception) -> str:
 _SHORTEST_SECONDS = 0.1
 
 
+class Wait(Protocol):
+    """A wait for an exchange, which may be in vain."""
+
+    tag: Tag
+
+    def interrupt(self, reason: str) -> None:
+        """End the wait."""
+        ...
+
+    def check_connection(self) -> None:
+        """End the wait if its connection has closed."""
+        ...
+
+
 class Notices:
     """The notices of one exchange.
 
@@ -97,7 +119,7 @@ class Notices:
         self._store: Store = store
         self._on_close = on_close
         self._replica, self._num_replicas, self._num_processes = replica, num_replicas, num_processes
-        self._waiting: list[tuple[Tag, Callable[[str], None]]] = []
+        self._waiting: list[Wait] = []
         self._num_finishes = 0
         self._in_flight = False
         self._ended = Event()
@@ -136,13 +158,13 @@ class Notices:
         self._in_flight = False
 
     @contextmanager
-    def watching(self, tag: Tag, interrupt: Callable[[str], None]) -> Iterator[None]:
-        """Call `interrupt` with the reason when a notice says that a wait for an exchange is in vain."""
-        self._waiting.append((tag, interrupt))
+    def watching(self, wait: Wait) -> Iterator[None]:
+        """Interrupt a wait with the reason when a notice says that it is in vain."""
+        self._waiting.append(wait)
         try:
             yield
         finally:
-            self._waiting.remove((tag, interrupt))
+            self._waiting.remove(wait)
 
     def expect(self) -> None:
         """Start to look for notices: something is in flight."""
@@ -160,9 +182,9 @@ class Notices:
             if self.failure is None and self._store.check(["failure"]):
                 self.failure = _readable(self._store.get("failure"))
                 self._store.add("readers", 1)
-            for tag, interrupt in list(self._waiting):
-                if (reason := self.failure or self._never_comes(tag)) is not None:
-                    interrupt(reason)
+            for wait in list(self._waiting):
+                if (reason := self.failure or self._never_comes(wait.tag)) is not None:
+                    wait.interrupt(reason)
         except RuntimeError:
             self._in_flight = False  # the store is gone: so are the connections to the process that held it
 
@@ -181,20 +203,22 @@ class Notices:
             if finish == self._num_finishes and last_step < tag.step:
                 return (
                     f"replica {replica} called finish() after step {last_step}, and this replica waits for "
-                    f"what is sent after step {tag.step}: let all replicas take the same number of steps"
+                    f"what is sent after step {tag.step}: {SAME_NUMBER_OF_STEPS}"
                 )
         return None
 
     def look_if_in_flight(self) -> None:
-        """Read the notices where something can be in vain."""
+        """Read the notices where something can be in vain, and check the connections of the waits."""
         if self._in_flight:
             self.look()
+        for wait in list(self._waiting):
+            wait.check_connection()
 
     def close(self) -> None:
         """End the thread that looks, and every wait, and let go of the store."""
         self._ended.set()
-        for _, interrupt in list(self._waiting):
-            interrupt("this process ends")
+        for wait in list(self._waiting):
+            wait.interrupt("this process ends")
         deadline = time.monotonic() + _SECONDS_TO_BE_READ
         while self._waiting and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -1,7 +1,9 @@
 """The exchange over a torch.distributed process group, on gloo or nccl."""
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.errors import ExchangeError, UserError
-from diloco.exchange.notices import Notices, WithNotices, first_sentence, within
+from diloco.exchange.notices import Notices, WithNotices, first_sentence, in_thread, within
 from diloco.exchange.transport import Channel, Tag, agree
 
 
@@ -56,7 +58,9 @@ class Messages:
         self._timeout_seconds = timeout_seconds
         self._notices = notices
         self._answers = answers
-        self._waits: list[tuple[int, Callable[[float], None]]] = []
+        self._waits: dict[int, list[Callable[[float], None]]] = {}
+        self._backends: set[Backend] = set()
+        self._current: tuple[int, futures.Future[None]] | None = None
         self._missing: dict[int, str] = {}
         self._sent: list[Tensor] = []  # kept alive: the transport reads from them until all is sent
         self.outgoing = {replica: payload.to(device) for replica, payload in sorted(payloads.items())}
@@ -69,16 +73,18 @@ class Messages:
 
     def add(self, replica: int, wait: Callable[[float], None]) -> None:
         """Add a message from or to a replica; `wait(seconds)` returns when it is over, or raises."""
-        self._waits.append((replica, wait))
+        self._waits.setdefault(replica, []).append(wait)
 
     def send(self, backend: "Backend", payload: Tensor, replica: int) -> None:
         """Start to send a message to a replica."""
         self._sent.append(payload)
+        self._backends.add(backend)
         with self.blaming(replica):
             self.add(replica, partial(wait_for, backend.send([payload], replica, tag_bits(self.tag))))
 
     def receive(self, backend: "Backend", buffer: Tensor, replica: int) -> None:
         """Start to receive a message from a replica."""
+        self._backends.add(backend)
         with self.blaming(replica):
             self.add(replica, partial(wait_for, backend.recv([buffer], replica, tag_bits(self.tag))))
 
@@ -98,30 +104,64 @@ class Messages:
         """
         deadline = time.monotonic() + self._timeout_seconds
         lateness_seconds: dict[int, float] = {}
-        with self._notices.watching(self.tag, self.interrupt):
-            while self._waits:
-                replica, wait = self._waits[0]
+        with self._notices.watching(self):
+            for replica in list(self._waits):
                 start = time.monotonic()
                 with self.blaming(replica):
                     # After one timeout the others have a moment left, to learn who else is missing.
-                    wait(0.01 if self.interruption else max(deadline - start, 0.01))
+                    self._wait_for_replica(replica, start + 0.01 if self.interruption else deadline)
                     now = time.monotonic()
-                    lateness_seconds[replica] = lateness_seconds.get(replica, 0.0) + now - start
+                    lateness_seconds[replica] = now - start
                     if self._answers is not None:
                         self._answers.heard_at = {**self._answers.heard_at, replica: now}
-                del self._waits[0]
+                del self._waits[replica]
         if self._missing:
             raise self._error()
         if self._answers is not None and self.tag.channel is Channel.PAYLOAD:
             self._answers.lateness_seconds = lateness_seconds
         return self.incoming
 
+    def _wait_for_replica(self, replica: int, deadline: float) -> None:
+        """Wait for all messages from and to a replica.
+
+        A wait of gloo does not end where its connection closes amid the message, so it takes place in a thread.
+        """
+        waits = self._waits[replica]
+
+        def wait_one_after_another() -> None:
+            for wait in waits:
+                wait(max(deadline - time.monotonic(), 0.01))
+
+        if not self._backends:  # on nccl this thread's stream waits
+            wait_one_after_another()
+            return
+        over = in_thread(wait_one_after_another)
+        self._current = replica, over
+        if self.interruption is not None:  # it may have come before this wait could be seen
+            deadline = time.monotonic()
+        over.result(max(deadline - time.monotonic(), 0.01) + _SECONDS_FOR_ITS_OWN_ERROR)
+
     def interrupt(self, reason: str) -> None:
-        """End the wait: a connection closes, on gloo all do, when a wait on it runs out of time."""
+        """End the wait, and close the connections."""
         self.interruption = self.interruption or reason
-        for _, wait in self._waits[:1]:
-            with suppress(RuntimeError, TimeoutError):
-                wait(0.001)
+        for backend in self._backends:
+            for replica in self.outgoing:
+                with suppress(RuntimeError, TimeoutError):
+                    # gloo closes all connections of a backend when one wait is out of time.
+                    wait_for(_message_that_never_comes(backend, replica), 0.001)
+        if self._current is not None:
+            _end(self._current[1], TimeoutError(reason))
+
+    def check_connection(self) -> None:
+        """End the wait for a replica whose connection has closed."""
+        if self._current is None:
+            return
+        replica, over = self._current
+        try:
+            for backend in filter(_is_gloo, self._backends):
+                _message_that_never_comes(backend, replica)
+        except RuntimeError as error:
+            _end(over, error)
 
     def _error(self) -> ExchangeError:
         """The error of messages that did not come, with its cause where a replica has posted it."""
@@ -134,14 +174,40 @@ class Messages:
         if (cause := self.interruption or self._notices.failure) is not None:
             return ExchangeError(f"{self.tag}: {cause}", missing)
         member = "process {} of this replica" if self._answers is None else "replica {}"
-        names = ", ".join(f"{member.format(i)} ({self._missing[i]})" for i in sorted(self._missing))
+        names = ", ".join(f"{member.format(i)} ({_explained(self._missing[i])})" for i in sorted(self._missing))
         return ExchangeError(f"{self.tag}: no payload from or to {names}", missing)
 
 
 _SECONDS_FOR_THE_CAUSE = 1.0
+_SECONDS_FOR_ITS_OWN_ERROR = 0.5
+
+
+def _end(over: "futures.Future[None]", error: Exception) -> None:
+    """Let a wait end with an error, unless it ends by itself at once."""
+    futures.wait([over], _SECONDS_FOR_ITS_OWN_ERROR)
+    with suppress(futures.InvalidStateError):
+        over.set_exception(error)
+
+
+def _explained(error: str) -> str:
+    """A transport's words, after what they mean: no replica closes a connection without a notice."""
+    is_closed = re.search("closed by peer|reset by peer|closed the connection|broke off|Broken pipe", error)
+    return f"its process has ended, or the network has cut its connection: {error}" if is_closed else error
+
+
+def _is_gloo(backend: "Backend") -> bool:
+    return isinstance(backend, dist.ProcessGroup | dist.ProcessGroupGloo)
+
+
+def _message_that_never_comes(backend: "Backend", replica: int) -> "Work":
+    """Start to receive a message that a replica never sends; raises if the connection to it has closed."""
+    return backend.recv([torch.empty(1, dtype=torch.uint8)], replica, _NO_MESSAGE)
+
 
 # A tag has 31 bits: channel, fragment, round, phase. No two rounds in flight share their last 17 bits.
 _FRAGMENT_BITS, _ROUND_BITS = 11, 17
+_NO_MESSAGE = (1 << 31) - 1
+"""The bits of a tag that no exchange has."""
 
 # From this size on, a chunk of a payload is worth a connection of its own.
 _CHUNK_BYTES = 1 << 16

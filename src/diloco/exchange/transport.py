@@ -223,13 +223,27 @@ class Store(Protocol):
         ...
 
 
-def agree(transport: Transport, facts: Mapping[str, object], *, member: str = "replica") -> None:
+SAME_NUMBER_OF_STEPS = (
+    "let all replicas take the same number of steps; where training may stop early, let all stop for a reason "
+    "that all share, such as the loss of the outer parameters, or meet in a store, where each may stop by itself"
+)
+"""The remedy for replicas that end after different steps."""
+
+
+def agree(
+    transport: Transport,
+    facts: Mapping[str, object],
+    *,
+    member: str = "replica",
+    remedy: str = "start them with the same settings",
+) -> None:
     """Compare the facts of all replicas; each replica must call it.
 
     Args:
         transport: the way to the others.
         facts: a JSON value by name.
         member: the word for a replica in messages, where the transport joins other processes.
+        remedy: what the user can do where they differ.
 
     Raises:
         ExchangeError: if a replica sends no facts.
@@ -246,7 +260,7 @@ def agree(transport: Transport, facts: Mapping[str, object], *, member: str = "r
             if (name in theirs, theirs.get(name)) != (name in everyones[0], everyones[0].get(name)):
                 raise DisagreementError(
                     f"the replicas disagree on {name}: {member} 0 has {values[0]}, {member} {replica} has "
-                    f"{values[replica]}; start them with the same settings"
+                    f"{values[replica]}; {remedy}"
                 )
 
 

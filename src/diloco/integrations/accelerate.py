@@ -6,7 +6,7 @@ from typing import Any, Self, cast
 
 from torch import nn
 
-from diloco.engine.streaming import StreamingDiLoCo, check_job
+from diloco.engine.streaming import StreamingDiLoCo, check_job, is_trained_by
 from diloco.errors import UserError
 from diloco.files import requiring
 
@@ -17,18 +17,20 @@ with requiring("accelerate", extra="accelerate"):
 class DiLoCo:
     """Trains one replica in a loop with Accelerate; every replica is a job of its own.
 
-    Call `step()` where `LocalSGD.step()` stands, after `optimizer.step()`: under `accelerator.accumulate` only the
-    last micro-step of a batch counts. At the end of the context everything in flight is merged, and Θ is left in
-    the model. `accelerator.save_state` and `load_state` keep the engine's state with the rest. Evaluate Θ in
-    `engine.outer_parameters_applied()`.
+    In the context the engine counts the steps of the model's optimizer, or of several the one that was prepared
+    last; micro-steps of an accumulation do not count, and a step that a gradient scaler skipped does. At the end
+    of the context everything in flight is merged, and Θ is left in the model. A loop may enter it again, in each
+    epoch: it is made once, before the loop, since it holds the outer momentum. `accelerator.save_state` and
+    `load_state` keep the engine's state with the rest. Evaluate Θ in `engine.outer_parameters_applied()`.
 
     Args:
-        accelerator: the replica's own.
+        accelerator: the replica's own; it has prepared the optimizer when the context begins.
         model: the model that `accelerator.prepare` returned, with the initial parameters that all replicas share.
         build: the engine of a model, which is passed without Accelerate's wrappers.
 
     Raises:
-        UserError: if Accelerate shards the model, or leaves its optimizer's weights to DeepSpeed or Megatron-LM.
+        UserError: if Accelerate shards the model, or leaves its optimizer's weights to DeepSpeed or Megatron-LM,
+            or the model has a DiLoCo already.
     """
 
     def __init__(
@@ -41,26 +43,39 @@ class DiLoCo:
                 "StreamingDiLoCo the sharded model, and save its state with torch.distributed.checkpoint"
             )
         self._accelerator = accelerator
-        self.engine = build(cast(nn.Module, accelerator.unwrap_model(model, keep_torch_compile=False)))
+        self._model = cast(nn.Module, accelerator.unwrap_model(model, keep_torch_compile=False))
+        if any(isinstance(other, DiLoCo) and other._model is self._model for other in accelerator._custom_objects):
+            raise UserError(
+                "this model has a DiLoCo, and another would begin with no outer momentum: make one before the "
+                "loop over epochs, and enter it (`with`) in each"
+            )
+        self.engine = build(self._model)
         """The engine."""
         check_job(accelerator.num_processes, self.engine)
         accelerator.register_for_checkpointing(self)
 
     def __enter__(self) -> Self:
+        prepared = self._accelerator._optimizers
+        if not prepared:
+            raise UserError(
+                "prepare the optimizer with accelerator.prepare before the loop: its steps are counted"
+            )
+        ours = [optimizer for optimizer in prepared if is_trained_by(self.engine, optimizer)]
+        self._attachment = self.engine.attach((ours or prepared)[-1])
+        self._first_step = self.engine.num_steps
         return self
 
     def step(self) -> None:
-        """Count an inner step, if the optimizer has stepped; one that a gradient scaler skipped counts too."""
-        if self._accelerator.sync_gradients:
-            self.engine.step()
+        """Do nothing, where `LocalSGD.step()` stands: the engine counts the optimizer's own steps."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._attachment.remove()
         if kind is not None:
             return
-        if not self.engine.num_steps:
-            raise UserError("no inner step was counted: call step() after each optimizer.step()")
+        if self.engine.num_steps == self._first_step:
+            raise UserError("the optimizer took no step in this context: train inside of it")
         self.engine.finish()
         self.engine.copy_outer_to_model()
 

@@ -13,12 +13,13 @@ class DeepSpeedMasters:
     """The `masters` of a model under DeepSpeed, for parameters in BF16, FP16 or FP32.
 
     The parameters are copies of the masters, which DeepSpeed writes over them in each step. Every process of the
-    replica reads the whole of a fragment's masters, by one all-reduce a parameter inside the replica. Call the
-    engine's `step()` on all processes after each step of DeepSpeed that ends an accumulation of gradients.
+    replica reads the whole of a fragment's masters, by one all-reduce a parameter inside the replica. Attached
+    to DeepSpeed's optimizer, the engine counts the steps that end an accumulation of gradients.
 
         model, optimizer, _, _ = deepspeed.initialize(model=network, config=config)
         engine = diloco.StreamingDiLoCo(model.module, ..., masters=DeepSpeedMasters(model),
                                         exchange=diloco.connect(..., leader=True))
+        engine.attach(optimizer)
 
     Args:
         model: what `deepspeed.initialize` returned; build the engine on its `module`, after that.

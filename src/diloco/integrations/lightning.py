@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from diloco.engine.streaming import StreamingDiLoCo, check_job
+from diloco.engine.streaming import StreamingDiLoCo, check_job, check_optimizers
 from diloco.errors import UserError
 from diloco.exchange.transport import agree
 from diloco.files import requiring
@@ -23,8 +23,9 @@ _STATE = "diloco"
 class DiLoCoCallback(Callback):
     """Trains one replica in a `Trainer`; every replica is a job of its own, with its own default_root_dir.
 
-    An inner step is a batch at whose end `trainer.global_step` has grown: micro-steps of accumulate_grad_batches
-    do not count, and a step that a gradient scaler skipped does. Validation inside `fit` is that of Θ. Checkpoints
+    An inner step is one of the optimizer, counted at the end of its batch by `trainer.global_step`: micro-steps of
+    an accumulation do not count, and a step that a gradient scaler skipped does. Where there are several
+    optimizers, a batch in which any has stepped counts once. Validation inside `fit` is that of Θ. Checkpoints
     hold Θ as the weights, and beside them the replica's own parameters and the engine's state, from which
     `fit(ckpt_path=…)` resumes; so the best checkpoint by a validation metric is the model of that metric. After
     `fit` the model is Θ.
@@ -79,7 +80,8 @@ class DiLoCoCallback(Callback):
         self.engine.load_state_dict(checkpoint[_STATE]["engine"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare the replicas' numbers of steps."""
+        """Compare the replicas' numbers of steps, and what the optimizers train with the engine's parameters."""
+        check_optimizers(self.engine, trainer.optimizers)
         self._global_step = trainer.global_step
         names = ("estimated_stepping_batches", "global_step")
         exchange = self.engine.exchange
@@ -89,9 +91,10 @@ class DiLoCoCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count an inner step, if the optimizer has stepped."""
-        if trainer.global_step > self._global_step:
-            self._global_step = trainer.global_step
+        """Count the inner steps of the batch."""
+        num_steps = trainer.global_step - self._global_step
+        self._global_step += num_steps
+        for _ in range(num_steps if len(trainer.optimizers) == 1 else min(num_steps, 1)):
             self.engine.step()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -113,13 +116,13 @@ class DiLoCoCallback(Callback):
             return
         is_inside = self._outer is not None  # a validation that a scheduler's signal has interrupted
         self._take_outer_out()
-        own = checkpoint["state_dict"]
+        own, engine_state = checkpoint["state_dict"], self._engine.state_dict()
         with self._engine.outer_parameters_applied():
             checkpoint["state_dict"] = {name: value.clone() for name, value in own.items()}
         if is_inside:
             own = {name: value.clone() for name, value in own.items()}
             self._put_outer_in()
-        checkpoint[_STATE] = {"own": own, "engine": self._engine.state_dict()}
+        checkpoint[_STATE] = {"own": own, "engine": engine_state}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Merge what is in flight, and leave Θ in the model."""

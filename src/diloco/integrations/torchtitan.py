@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from diloco.engine.streaming import StreamingDiLoCo
+from diloco.engine.streaming import StreamingDiLoCo, check_optimizers
 from diloco.errors import UserError
 from diloco.exchange.connect import connect
 from diloco.exchange.transport import agree
@@ -81,6 +81,7 @@ class DiLoCoTrainer(Trainer):
         )
         self.engine = self.build_engine(self.model_parts[0])
         """The engine."""
+        check_optimizers(self.engine, [self.optimizers])
         self.dataloader = self._own_part_of_the_data()
         self.checkpointer.states |= {"diloco": self.engine, DATALOADER: self.dataloader}
         self.checkpointer.load = partial(self._load, self.checkpointer.load)

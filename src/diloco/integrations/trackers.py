@@ -158,7 +158,7 @@ class MLflow:
         kept_id = _kept_id(id_file) if after_step else None
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(directory / 'mlflow.db').resolve()}"
         make_directory(id_file.parent)
-        with (id_file.parent / "mlflow.lock").open("w") as lock:
+        with (id_file.parent / "mlflow.lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two processes can't make the tables of one database
             try:
                 self._client = MlflowClient(tracking_uri=uri)
@@ -235,7 +235,7 @@ _MOST_METRICS_AT_ONCE = 500
 
 
 def _kept_id(path: Path) -> str | None:
-    return path.read_text() if path.exists() else None
+    return path.read_text(encoding="utf-8") if path.exists() else None
 
 
 def _keep_id(path: Path, id: str) -> None:

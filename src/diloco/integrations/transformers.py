@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.engine.streaming import StreamingDiLoCo, check_job
+from diloco.engine.streaming import StreamingDiLoCo, check_job, check_optimizers
 from diloco.errors import CheckpointError, CheckpointWriteError, UserError
 from diloco.exchange.transport import agree
 from diloco.files import requiring, writing
@@ -96,6 +96,7 @@ class DiLoCoCallback(TrainerCallback):
         optimizer = kwargs["optimizer"]
         if callable(getattr(getattr(optimizer, "optimizer", optimizer), "eval", None)):
             raise UserError("a schedule-free optimizer evaluates parameters of its own, not Θ: take another")
+        check_optimizers(self.engine, [optimizer])
         optimizer.eval, optimizer.train = self._put_outer_in, self._take_outer_out
         self._training = True
 

@@ -170,8 +170,9 @@ def rotary(num_tokens: int, head_width: int, device: torch.device, first: int = 
     The sines of the first half, which the second is subtracted from, are negative. `first` is the position of the
     first of the T tokens.
     """
-    frequency_K2 = 10_000.0 ** (-torch.arange(0, head_width, 2, device=device) / head_width)
-    angle_TxK2 = torch.outer(torch.arange(first, first + num_tokens, device=device), frequency_K2)
+    channel_K2 = torch.arange(0, head_width, 2, dtype=torch.float32, device=device)
+    position_T = torch.arange(first, first + num_tokens, dtype=torch.float32, device=device)
+    angle_TxK2 = torch.outer(position_T, 10_000.0 ** (-channel_K2 / head_width))
     sine_TxK2 = angle_TxK2.sin()
     return angle_TxK2.cos().repeat(1, 2), torch.cat([-sine_TxK2, sine_TxK2], dim=-1)
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import tyro
 
 from diloco.errors import FileError, UserError
-from diloco.files import expanded, require, sha256, writing
+from diloco.files import expanded, reading, require, sha256, writing
 from diloco.hub import hub_file
 from diloco.models.spec import ModelConfig
-from diloco.schema import read_json
+from diloco.schema import converted, read_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -191,6 +191,7 @@ def _drawn(config: HuggingFaceConfig) -> "nn.Module":
 
 def _read(config: HuggingFaceConfig) -> "nn.Module":
     import torch
+    from safetensors import safe_open
 
     files = weight_files(config.hf)
     if (digest := sha256(*files)) != config.weights:
@@ -199,7 +200,10 @@ def _read(config: HuggingFaceConfig) -> "nn.Module":
             f"and not {config.weights:.16}): bring them back",
             "model.hf",
         )
-    try:
+    for file in files:  # the library would not say which one is damaged
+        with reading(file, "model.hf"), safe_open(file, framework="pt"):
+            pass
+    with reading(f"model.hf={config.hf}: its weights", "model.hf"):
         model, info = model_class(config.architecture).from_pretrained(
             files[0].parent,
             config=deepcopy(transformers_config(config.architecture)),
@@ -208,9 +212,6 @@ def _read(config: HuggingFaceConfig) -> "nn.Module":
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"model.hf={config.hf}: its weights can't be read: {reason}", "model.hf") from error
     if missing := sorted(info["missing_keys"]):
         raise UserError(
             f"model.hf={config.hf}: its weights lack {len(missing)} parameters, such as {missing[0]}", "model.hf"
@@ -302,17 +303,15 @@ def weight_files(hf: str) -> list[Path]:
     """
     folder = expanded(hf)
     hub = None if folder.exists() else hf
-    try:
+    with reading(f"model.hf={hf}: its weights", "model.hf"):
         first = _file(folder, hub, *WEIGHTS)
         names = [first.name]
         if first.name == _INDEX:
             index = read_json(first, dict[str, Any])
-            names = sorted({str(shard) for shard in index.get("weight_map", {}).values()})
+            names = sorted({*converted(index.get("weight_map"), dict[str, str], source=str(first)).values()})
             if any(Path(shard).name != shard for shard in names):
                 raise FileError(f"{first} can't be read: a shard lies outside of its directory")
         return [_file(folder, hub, shard) for shard in names]
-    except UserError as error:
-        raise UserError(f"model.hf={hf}: its weights can't be read: {error}", "model.hf") from error
 
 
 def _file(folder: Path, hub: str | None, *names: str) -> Path:

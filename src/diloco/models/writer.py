@@ -72,7 +72,7 @@ class Writer:
         elif len(self._tokens) > self._context:
             self._tokens = self._tokens[-max(1, self._context // 2) :]
             self._cache, self._num_cached = self._model.new_cache(), 0
-        unread_1xT = torch.tensor([self._tokens[self._num_cached :]], device=self._device)
+        unread_1xT = torch.tensor([self._tokens[self._num_cached :]], dtype=torch.int64, device=self._device)
         self._num_cached = len(self._tokens)
         with in_evaluation(self._model):
             return self._model(unread_1xT, self._cache)[0, -1, : self._vocab_size].float().cpu()

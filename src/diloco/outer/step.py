@@ -167,9 +167,9 @@ class OuterStep:
         """The mean cosine in each part of the vectors, in two passes over the replicas; none without a pair."""
         squares = [torch.stack([delta_N[p].square().sum() for p in parts]) for delta_N in self.make_deltas()]
         if len(squares) < 2:
-            return torch.empty(0)
+            return torch.empty(0, dtype=torch.float32, device="cpu")
         norms_MxP = self.sum_over_shards(torch.stack(squares)).sqrt()
-        sums = [torch.zeros(()) for _ in parts]
+        sums = [torch.zeros((), dtype=torch.float32, device="cpu") for _ in parts]
         for delta_N, norms_P in zip(self.make_deltas(), norms_MxP.clamp(min=1e-30), strict=True):
             sums = [sum_N + delta_N[p] / norm for sum_N, p, norm in zip(sums, parts, norms_P, strict=True)]
         all_pairs_P = self.sum_over_shards(torch.stack([sum_N.square().sum() for sum_N in sums]))

@@ -169,7 +169,7 @@ class SnapshotQueue:
             buffers, digest = await asyncio.to_thread(seal_snapshot, vectors)
             name = snapshot_name(fragment, last_round, digest)
             await self._store.create(name, buffers, patience_seconds=FOR_EVER)
-            await self._log.check_there()
+            await self._log.check_mounted()
             append(Snapshot(fragment=fragment, round=last_round, sha256=digest))
 
 

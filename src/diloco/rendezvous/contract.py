@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from diloco.errors import ExchangeError
 from diloco.outer.averages import share_size
 from diloco.outer.cohort import Cohort
 from diloco.rendezvous.log.entries import Claim, LogError, Rules
@@ -190,6 +191,14 @@ class News:
     """The fragments whose open round has another replica's payload."""
     rounds: Sequence[int]
     """For each fragment its newest round that was decided, as far as is known."""
+    is_finished: bool = False
+    """True once a replica says that the run's token budget is spent."""
+    closed: Sequence[str] = ()
+    """`RunState.closed`, once all decisions of the run were taken; empty before."""
+
+
+class NoDecisionError(ExchangeError):
+    """A decision, or the end of the run, did not come in time."""
 
 
 class Seat(Protocol):
@@ -226,16 +235,22 @@ class Seat(Protocol):
             num_steps: inner steps that it has taken.
             applied: for each fragment the round that it has applied, and the digest of Θ_p after it.
             room: decisions that it can hold: with none left, none are taken.
-            wait_for: a fragment, or −1 for any: wait until there is a decision of it, bounded in time.
+            wait_for: a fragment, or −1 for any: wait until there is a decision of it, or the run is closed,
+                bounded in time.
             is_last: no more inner steps follow: decide without waiting for them.
 
         Raises:
-            ExchangeError: if a decision that is waited for did not come in time.
+            NoDecisionError: if what is waited for did not come in time.
+            ExchangeError: if this replica can't go on.
         """
         ...
 
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
         """Start to upload Θ_p (`outer`) and the slots after a round; the vectors are copies."""
+        ...
+
+    def close(self) -> None:
+        """Start to end the run, whose token budget is spent: nothing more is offered here."""
         ...
 
 
@@ -255,6 +270,10 @@ class Joined:
     """This replica's part of the text."""
     start: int
     """The first token of this replica in the slot."""
+    step_tokens: int
+    """The most tokens that an inner step may read, as this replica has declared."""
+    most_steps: int
+    """The most inner steps of an outer gradient, as this replica has declared."""
     slot_rounds: Sequence[int]
     """For each fragment its newest round that counted a replica of this slot; 0 if there is none."""
     snapshots: Mapping[int, StoredSnapshot]
@@ -281,8 +300,8 @@ class Rendezvous(Protocol):
         """
         ...
 
-    def leave(self, *, finished: bool = False) -> None:
-        """Wait for own uploads, bounded in time, and leave; `finished` if the run's token budget is spent."""
+    def leave(self) -> None:
+        """Wait for own uploads, bounded in time, and leave."""
         ...
 
     def abort(self, reason: str) -> None:

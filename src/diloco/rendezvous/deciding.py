@@ -34,6 +34,8 @@ class Pace:
     """Inner steps after t + τ, after which a replica decides with the payloads that are there."""
     drain_seconds: float
     """Seconds after the last inner step, after which a replica decides with the payloads that are there."""
+    close_seconds: float
+    """The least time after the end of its part in which a replica waits for others before it closes the run."""
 
 
 class Decider:

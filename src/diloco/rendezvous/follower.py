@@ -5,10 +5,12 @@ All of it runs in one asyncio loop. The training thread sets plain values here, 
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from diloco.errors import DilocoError, ExchangeError
@@ -21,7 +23,7 @@ from diloco.rendezvous.contract import (
     StoredSnapshot,
 )
 from diloco.rendezvous.deciding import Decider, Pace
-from diloco.rendezvous.log.entries import Body, Entry, Leave, LogError, Outer, Snapshot
+from diloco.rendezvous.log.entries import Body, Close, Entry, Leave, LogError, Outer, Snapshot
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import FOR_EVER, Log, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState
@@ -29,6 +31,8 @@ from diloco.rendezvous.objects import Objects
 from diloco.rendezvous.payloads import Access, Averager, Inbox, Outbox
 from diloco.rendezvous.store import Store
 
+_POLLS_PER_LOOK = 60
+"""Polls between two looks at the newest entry that is known: in a bucket, two requests per minute."""
 _AHEAD = 4
 """Outer entries whose content is downloaded at once."""
 ContentOf = Callable[[OuterRef], Coroutine[Any, Any, Content | None]]
@@ -51,11 +55,18 @@ class Delivery:
         """The condition that is notified when a decision is ready."""
         self._access, self._inbox, self._content_of = access, inbox, content_of
         self._queue: asyncio.Queue[tuple[int, OuterRef]] = asyncio.Queue()
+        self._num_ahead = 0
         self._snapshots: dict[int, StoredSnapshot] = {}
         """By fragment, the one that stands for several outer steps."""
 
+    @property
+    def is_done(self) -> bool:
+        """True if all that was put here is handed over."""
+        return self._num_ahead == 0
+
     def put(self, author: int, ref: OuterRef) -> None:
         """Take an outer entry and its author, −1 if it was read before this replica joined; called in the loop."""
+        self._num_ahead += 1
         self._queue.put_nowait((author, ref))
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
@@ -76,6 +87,7 @@ class Delivery:
             self._inbox.forget(ref.body.fragment, ref.body.contributions)
             with self.news:
                 self.decisions.append(decision)
+                self._num_ahead -= 1
                 self.news.notify_all()
 
     async def _decision(self, author: int, ref: OuterRef, content: Content | None) -> Decision:
@@ -233,6 +245,8 @@ class Follower:
         """The snapshots to upload, each with its entry, unless a newer one comes before its turn."""
         self._watched: set[int] = set()
         self._decider = Decider(own, pace)
+        self._closes_at: float | None = None
+        """Time at which this replica closes the run, whoever has not left; None while it does not end the run."""
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
@@ -240,9 +254,16 @@ class Follower:
         """The state that the log makes, as far as it was read."""
         return self._log.state
 
+    @property
+    def closed(self) -> Sequence[str]:
+        """`RunState.closed`, once all decisions are handed over; empty before."""
+        closed = self.state.closed  # read first: from now on nothing is put into the delivery, if there are any
+        return closed if closed and self.delivery.is_done else ()
+
     def taken(self) -> list[Decision]:
         """The decisions since the last call, in the log's order; called by the training thread."""
-        return [self.decisions.popleft() for _ in range(len(self.decisions))]
+        taken = [self.decisions.popleft() for _ in range(len(self.decisions))]
+        return [replace(decision, own_seq=self.outbox.offer_of(decision.own_seq)) for decision in taken]
 
     async def run(self, replay: Sequence[OuterRef]) -> None:
         """Follow the log until `failure` or cancellation, beginning with outer entries that were read already."""
@@ -263,23 +284,48 @@ class Follower:
         self._changed.set()
 
     async def leave(self, *, finished: bool) -> None:
-        """Wait until own payloads are in the store, and write the entry that says so."""
-        while self.outbox.num_pending and self.failure is None:
+        """Wait until own payloads are in the store, and write the entry that says so, unless the run is closed."""
+        while self.outbox.num_pending and not self._has_ended:
             await asyncio.sleep(self._pace.poll_seconds)
         self.append(Leave(finished=finished))
-        while not self.state.members[self._own].left and self.failure is None:
+        while not (self.state.members[self._own].left or self._has_ended):
             await asyncio.sleep(self._pace.poll_seconds)
         if self.failure is not None:
             raise ExchangeError(self.failure)
 
+    async def close(self, step_seconds: float, timeout_seconds: float) -> None:
+        """Leave, since the run's token budget is spent, and close the run, unless another replica does.
+
+        Before that it waits for active replicas as long as `patience` inner steps take; with the quorum "all", and
+        at the most, half of the time that a decision may take.
+
+        Args:
+            step_seconds: the time of an inner step.
+            timeout_seconds: the longest time that a decision may take.
+        """
+        await self.leave(finished=True)
+        seconds = timeout_seconds / 2
+        if self.state.rules.quorum == "majority":
+            seconds = min(seconds, max(self._pace.close_seconds, self._pace.patience * step_seconds))
+        self._closes_at = time.monotonic() + seconds
+
+    @property
+    def _has_ended(self) -> bool:
+        return self.failure is not None or bool(self.state.closed)
+
     async def _drive(self) -> None:
         """Read the log, write to it, and wait for something to change."""
         self._watch_members()
+        last_look = time.monotonic()
         while True:
             self._changed.clear()
             async for number, entry in self._log.read(at_once=1):
+                self.state.check_goes_on(self._own, entry)
                 self._heed(number, entry)
             self._num_reads += 1
+            if time.monotonic() > last_look + _POLLS_PER_LOOK * self._pace.poll_seconds:
+                await self._log.check_there()
+                last_look = time.monotonic()
             if await self._write():
                 continue
             try:
@@ -298,10 +344,12 @@ class Follower:
 
     def _heed(self, number: int, entry: Entry) -> None:
         """Act on an entry that is in the log now."""
-        self.state.check_goes_on(self._own, entry)
         if isinstance(entry.body, Outer):
             self.delivery.put(entry.author, OuterRef(number=number, body=entry.body))
             self.outbox.counted(entry.body)
+        if self.state.closed:
+            with self.news:
+                self.news.notify_all()
         self._watch_members()
         self._on_arrival()
 
@@ -319,8 +367,10 @@ class Follower:
 
     async def _write(self) -> bool:
         """Write one entry, if there is one to write; true if the log has a new entry."""
+        if self.state.closed:
+            return False
         queued = self._to_append[0] if self._to_append else None  # more may come meanwhile
-        if (body := queued or self._decision()) is None:
+        if (body := queued or self._decision() or self._end()) is None:
             return False
         try:
             (number, entry), is_own = await self._log.append(body, author=self._own)
@@ -329,6 +379,8 @@ class Follower:
                 raise
             self._to_append.popleft()  # a snapshot that a newer one has made needless
             return False
+        if not is_own:
+            self.state.check_goes_on(self._own, entry)
         self._heed(number, entry)
         if queued is not None and is_own:
             self._to_append.popleft()
@@ -347,6 +399,17 @@ class Follower:
             if parts := self._decider.parts(self.state, offer, here, self.step, self.draining_since):
                 return Outer(fragment=p, round=applied + 1, before=f"{base:016x}", contributions=parts)
         return None
+
+    def _end(self) -> Close | None:
+        """The entry that closes the run, if this replica may write it now: it names its own Θ."""
+        if self._closes_at is None or (self.state.active and time.monotonic() < self._closes_at):
+            return None
+        if self.state.members[self._own].fenced:
+            return None  # the replica that has taken its place can
+        bases = self.bases
+        if [applied for applied, _ in bases] != [log.round for log in self.state.fragments]:
+            return None  # the training thread has not taken the last outer steps yet
+        return Close(outer=tuple(f"{base:016x}" for _, base in bases))
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):

@@ -26,6 +26,10 @@ class Wish:
     """The run that a replica wants to join."""
 
     name: str
+    step_tokens: int
+    """The most tokens that one of its inner steps reads."""
+    most_steps: int
+    """The most inner steps between two of its sends of a fragment that are counted."""
     rules: Rules
     """The rules of the run that it creates if there is none."""
     asked: frozenset[str]
@@ -43,7 +47,7 @@ async def join(store: Store, signer: Signer, wish: Wish) -> tuple[Log, int]:
 
     Raises:
         DisagreementError: if the run has other settings.
-        LogError: if the run refuses the replica, or its log is damaged.
+        LogError: if the run refuses the replica, or its log is damaged or has a hole.
         StoreError: if the store can't be used.
     """
     patience = wish.timeout_seconds
@@ -52,6 +56,7 @@ async def join(store: Store, signer: Signer, wish: Wish) -> tuple[Log, int]:
     log = Log(store, await newest_state(store, first), signer, patience_seconds=patience)
     _compare(create, wish)
     await log.read_all(at_once=1)
+    await log.check_no_gap()  # which a join would fill
     return log, await _number_of_joined(log, signer, wish, store.url)
 
 
@@ -146,7 +151,8 @@ def _compare(body: Create, wish: Wish) -> None:
 async def _number_of_joined(log: Log, signer: Signer, wish: Wish, url: str) -> int:
     """The number under which this replica has joined."""
     while True:
-        body, own = Join(name=wish.name, key=signer.public), len(log.state.members)
+        amounts = {"step_tokens": wish.step_tokens, "most_steps": wish.most_steps}
+        body, own = Join(name=wish.name, key=signer.public, **amounts), len(log.state.members)
         if reason := log.state.refusal_of_joiner(body):
             raise LogError(_refusal(log.state, signer, url) or f"the run refuses this replica: it {reason}")
         _, is_own = await log.append(body, author=own)
@@ -157,8 +163,11 @@ async def _number_of_joined(log: Log, signer: Signer, wish: Wish, url: str) -> i
 
 def _refusal(state: RunState, signer: Signer, url: str) -> str:
     """The refusal of a replica for which there is a remedy; empty for others."""
-    if state.finished:
-        return "the run refuses this replica: it joins a run that has ended: create another in another place"
+    if state.closed:
+        return (
+            f"the run refuses this replica: it joins a run that has ended: diloco export {url} writes its outer "
+            "parameters; to train on, create another in another place"
+        )
     if state.creator and not signer.public:
         return f"the run asks for a key: set {VARIABLE} to this replica's key file, which diloco keys new makes"
     if state.creator and signer.public not in state.allowed:

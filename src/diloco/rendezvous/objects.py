@@ -48,7 +48,7 @@ from diloco.rendezvous.log.entries import (
 from diloco.rendezvous.log.keys import Signed
 from diloco.rendezvous.log.log import FOR_EVER, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState, SnapshotRef
-from diloco.rendezvous.store import Store, TooLargeError
+from diloco.rendezvous.store import BadObjectError, Store
 from diloco.schema import Count, decoded
 from diloco.wire.kernels.memory import empty
 from diloco.wire.payload import Codec, Key, base_of, is_finite, plain
@@ -262,7 +262,7 @@ def norms_of(decoded_N: Tensor, form: Form, *, source: str) -> tuple[float, ...]
 def body_tensor(body: memoryview) -> Tensor:
     """A body as a flat uint8 tensor on the same memory, which must not be written to."""
     if not body.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.from_numpy(np.asarray(_Writable(np.frombuffer(body, np.uint8))))
 
 
@@ -337,7 +337,7 @@ def average_of(
     """
     size, codec = form.share_size(body.fragment), _second(form)
     sound, unsound = {c.replica: c for c in body.contributions if c.replica in shares}, dict[int, str]()
-    average_S, part_S = torch.zeros(size), torch.empty(size)
+    average_S, part_S = (torch.zeros(size, dtype=torch.float32, device="cpu") for _ in range(2))
     while sound:
         cohort, member = state.cohort(sound.values()), -1
         try:
@@ -588,7 +588,7 @@ class Objects:
 
         Raises:
             PayloadError: naming the payload, if it is not sound.
-            TooLargeError: if it is larger than a payload of the run.
+            BadObjectError: if it is larger than a payload of the run.
         """
         form, name = self.form, PAYLOAD.name(replica, seq)
         is_whole = form.num_shares == 1
@@ -621,7 +621,7 @@ class Objects:
         """
         try:
             fetched = await fetching
-        except (PayloadError, TooLargeError) as error:
+        except (PayloadError, BadObjectError) as error:
             raise LogError(f"{source_of(ref.number)} counts a payload that is not sound: {error}") from None
         if fetched is not None and (fetched.header.fragment, fetched.header.contribution()) != (
             ref.body.fragment,
@@ -639,7 +639,7 @@ class Objects:
         name = header.share_name(share)
         try:
             data = await self._get(name, header.num_bytes)
-        except TooLargeError as error:
+        except BadObjectError as error:
             raise PayloadError(str(error)) from None
         if data is None:
             raise AbsentError(f"payload {name} is not in the store")

@@ -12,7 +12,7 @@ import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -35,7 +35,7 @@ from diloco.rendezvous.objects import (
     average_of,
     header_of,
 )
-from diloco.rendezvous.store import TooLargeError
+from diloco.rendezvous.store import BadObjectError
 
 _LOG = logging.getLogger("diloco")
 
@@ -194,7 +194,7 @@ class Inbox:
             before = access.state.members[replica]  # one that left before the answer uploads nothing more
             try:
                 fetched = await self._fetch(replica, seq, before.key)
-            except (PayloadError, TooLargeError) as error:
+            except (PayloadError, BadObjectError) as error:
                 _LOG.warning("%s: it is left out", error)
                 seq += 1
                 continue
@@ -300,7 +300,9 @@ class Outbox:
         self._access, self._inbox = access, inbox
         self._queue: asyncio.Queue[tuple[Offer, tuple[Tensor, ...], Tensor | None]] = asyncio.Queue()
         self._newest: dict[int, int] = {}
-        """Number of the newest payload of each fragment that is in the store."""
+        """By fragment the newest offer that is in the store, by `Offer.seq`."""
+        self._seqs: list[int] = []
+        """For each number under which a payload was uploaded, `Offer.seq`; −1 if somebody else has taken it."""
 
     def put(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor | None) -> None:
         """Take an outer gradient to upload, as `Seat.offer` has it; called in the loop."""
@@ -317,28 +319,23 @@ class Outbox:
         if any(contribution.replica == self._access.own for contribution in body.contributions):
             self.offers.pop(body.fragment, None)
 
+    def offer_of(self, number: int) -> int:
+        """`Offer.seq` of the payload with a number in the store; −1 if this replica has not uploaded it."""
+        return self._seqs[number] if 0 <= number < len(self._seqs) else -1
+
     async def _upload(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor | None) -> None:
-        """Upload the shares, and then the header, whose readers find them there; the only share is its body."""
-        form, bodies = self._access.objects.form, [payload.numpy().data for payload in payloads]
-        header = Header(
-            **{name: getattr(offer, name) for name in Claim.__dataclass_fields__},
-            run=self._access.objects.run,
-            fragment=offer.fragment,
-            base=f"{offer.base:016x}",
-            wire=form.codec.format,
-            num_elements=form.sizes[offer.fragment],
-            num_bytes=bodies[0].nbytes,
-            norms=offer.norms,
-            sha256=await asyncio.to_thread(lambda: tuple(map(sha256, bodies))),
-        )
-        head = PAYLOAD.seal(header, self._access.signer)
-        if header.num_shares == 1:
-            await self._create(header.name, [head, *bodies])
-        else:
-            names = map(header.share_name, range(header.num_shares))
-            await asyncio.gather(*(self._create(name, [body]) for name, body in zip(names, bodies, strict=True)))
-            await self._create(header.name, [head])
-        await self._access.log.check_there()  # what was written below a mount point is gone when the mount is back
+        """Upload an outer gradient under the next number that nobody has taken, and offer it."""
+        bodies = [payload.numpy().data for payload in payloads]
+        digests = await asyncio.to_thread(lambda: tuple(map(sha256, bodies)))
+        while True:
+            number = len(self._seqs)
+            self._seqs.append(offer.seq)
+            header = self._header(offer, number, bodies[0].nbytes, digests)
+            if (taken := await self._created(header, bodies)) is None:
+                break
+            self._seqs[number] = -1
+            _LOG.warning("%s was written by somebody else: the next number is taken", taken)
+        await self._access.log.check_mounted()
         self.num_pending -= 1
         if offer.seq < self._newest.get(offer.fragment, 0):
             return  # after an outage, uploads end in any order
@@ -350,9 +347,41 @@ class Outbox:
             self._inbox.memory.keep_values(own[0])
         self._inbox.put(header, own)
 
-    async def _create(self, name: str, buffers: "list[bytes | memoryview]") -> None:
-        if await self._access.objects.store.create(name, buffers, patience_seconds=FOR_EVER) is not None:
-            raise LogError(f"{name} was written by another process: two runs share one place of the store")
+    def _header(self, offer: Offer, number: int, num_bytes: int, digests: tuple[str, ...]) -> Header:
+        form = self._access.objects.form
+        claim = {name: getattr(offer, name) for name in Claim.__dataclass_fields__}
+        return Header(
+            **(claim | {"seq": number}),
+            run=self._access.objects.run,
+            fragment=offer.fragment,
+            base=f"{offer.base:016x}",
+            wire=form.codec.format,
+            num_elements=form.sizes[offer.fragment],
+            num_bytes=num_bytes,
+            norms=offer.norms,
+            sha256=digests,
+        )
+
+    async def _created(self, header: Header, bodies: Sequence[memoryview]) -> str | None:
+        """Create the shares, and then the header, whose readers find them there; the only share is its body.
+
+        Returns:
+            None, or the name of an object that somebody else has written.
+        """
+        head = PAYLOAD.seal(header, self._access.signer)
+        if header.num_shares == 1:
+            return await self._taken(header.name, [head, *bodies])
+        shares = zip(map(header.share_name, range(header.num_shares)), bodies, strict=True)
+        taken = await asyncio.gather(*(self._taken(name, [body]) for name, body in shares))
+        return next(filter(None, taken), None) or await self._taken(header.name, [head])
+
+    async def _taken(self, name: str, buffers: "list[bytes | memoryview]") -> str | None:
+        """Create an object; its name if somebody else has."""
+        try:
+            other = await self._access.objects.store.create(name, buffers, patience_seconds=FOR_EVER)
+        except BadObjectError:
+            return name
+        return None if other is None else name
 
 
 _POLLS_PER_TURN = 10

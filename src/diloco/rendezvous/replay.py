@@ -25,8 +25,8 @@ from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import RULE, FragmentState, OuterRule
 from diloco.rendezvous.archive import INDEX, MOST_INDEX_BYTES, index_source, newest_state, open_index
 from diloco.rendezvous.contract import Content, Decision, Form, Payload
-from diloco.rendezvous.log.entries import Contribution, Create, LogError, Outer
-from diloco.rendezvous.log.log import Log, first_entry, open_run, source_of
+from diloco.rendezvous.log.entries import Contribution, Create, LogError, Outer, Snapshot
+from diloco.rendezvous.log.log import Log, first_entry, is_entry, open_run, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState, SnapshotRef
 from diloco.rendezvous.objects import (
     AVERAGE,
@@ -37,6 +37,7 @@ from diloco.rendezvous.objects import (
     average_of,
     checked_values,
     decided_average,
+    snapshot_name,
 )
 from diloco.rendezvous.payloads import Memory
 from diloco.rendezvous.store import Store
@@ -136,7 +137,7 @@ class RunFacts:
                 "initial: these are not the parameters with which the run began: their SHA-256 is another",
                 "initial",
             )
-        vectors = [torch.empty(size) for size in self.form.sizes]
+        vectors = [torch.empty(size, dtype=torch.float32, device="cpu") for size in self.form.sizes]
         for name, place in self.places.items():
             if own[name].shape != place.shape:
                 raise LogError(f"entry 0 of the log describes {name:.80} in another shape than it has")
@@ -313,6 +314,8 @@ class Checked:
     """Counts of what was checked and found right."""
 
     entries: int = 0
+    closed_by: int | None = None
+    """The entry that closes the run; None if none does."""
     rounds: int = 0
     """Outer entries whose payloads were checked."""
     steps: int = 0
@@ -360,6 +363,7 @@ class Replay:
         self._bases: list[dict[int, str]] = []  # for each fragment the digest of Θ_p by round
         self._vectors: dict[int, dict[str, Tensor]] = {}  # by fragment: Θ_p and the rule's slots, where known
         self._rounds: dict[int, int] = {}  # the round of these
+        self._snapshots: list[dict[int, SnapshotRef]] = []  # for each fragment those not compared yet, by round
         self._scratch: Tensor
 
     async def run(self) -> None:
@@ -384,9 +388,10 @@ class Replay:
             notes=self.notes,
             present=frozenset(name for name, _ in await self._store.list("payloads")),
         )
+        await self._find_snapshots()
         await self._start(counted)
         outers = [ref for ref in self._outers if not self._from_snapshot or self._is_after_start(ref)]
-        self._scratch = torch.empty(max(self._run_facts.form.sizes))
+        self._scratch = torch.empty(max(self._run_facts.form.sizes), dtype=torch.float32, device="cpu")
         async for ref, content in counted.contents(outers):
             self.checked.payloads, self.checked.payload_bytes = len(counted.sizes), sum(counted.sizes)
             if content is None:
@@ -395,6 +400,9 @@ class Replay:
                 self.checked.averages += len(content.averages)
                 self._check_round(Decision.of(ref, self.state, content), content)
                 await self._check_snapshot(ref.body.fragment)
+        self._check_end()
+        if not self._from_snapshot:
+            await self._compare_digests()
 
     def checksum(self, fragment: int, last_round: int) -> str | None:
         """The digest of Θ_p after a round, in hexadecimal; None where it is not known."""
@@ -428,17 +436,37 @@ class Replay:
         self.state = await newest_state(self._store, first) if self._from_snapshot else first
         self._outers = [*self.state.since]
         self._bases = [log.bases for log in self.state.fragments]
+        self._snapshots = [{ref.round: ref for ref in log.snapshots} for log in self.state.fragments]
         log = Log(self._store, self.state)
         async for number, entry in log.read():
             self.state = log.state
             self.checked.entries += 1
             if isinstance(entry.body, Outer):
                 self._outers.append(OuterRef(number=number, body=entry.body))
+            if isinstance(entry.body, Snapshot):
+                ref = self.state.fragments[entry.body.fragment].snapshots[-1]
+                self._snapshots[entry.body.fragment][ref.round] = ref
             if not self._from_snapshot and INDEX.name(self.state.number) in stored:
                 await self._check_index(self.state)
         for ref in self._outers:
             self._bases[ref.body.fragment][ref.body.round - 1] = ref.body.before
+        for p, base in enumerate(self.state.closed):
+            self._bases[p][self.state.fragments[p].round] = base
+            self.checked.closed_by = self.state.number - 1
         await log.check_no_gap()
+        if foreign := [name for name, _ in await self._store.list("log") if not is_entry(name)]:
+            self.notes.append(f"{', '.join(foreign)}: diloco has not written them, and nobody reads them")
+
+    async def _find_snapshots(self) -> None:
+        """Keep of the snapshots that entries name those that are in the store, or must be there."""
+        names = {name for name, _ in await self._store.list("snapshots")}
+        for p, refs in enumerate(self._snapshots):
+            named = {snapshot_name(p, ref.round, ref.sha256): ref for ref in refs.values()}
+            needed = self.state.fragments[p].snapshots
+            self._snapshots[p] = {ref.round: ref for name, ref in named.items() if name in names or ref in needed}
+            names -= named.keys()
+        if names and not self._from_snapshot:
+            self.notes.append(f"no entry names {', '.join(sorted(names))}")
 
     async def _check_index(self, state: RunState) -> None:
         data = await self._store.get(INDEX.name(state.number), most_bytes=MOST_INDEX_BYTES)
@@ -462,8 +490,9 @@ class Replay:
                 await self._start_at(p, 0, {"outer": initial[p]})
             elif known:
                 ref = known[-1] if self._from_snapshot else known[0]
-                await self._start_at(p, ref.round, await self._snapshot(p, ref))
-                self._compare_base(p, ref.round, f"the snapshot of entry {ref.number} of the log")
+                vectors = await self._snapshot(p, ref)
+                self._compare_base(p, ref.round, f"the snapshot of entry {ref.number} of the log", vectors)
+                await self._start_at(p, ref.round, vectors)
         self._note(initial is None)
 
     async def _start_at(self, p: int, last_round: int, vectors: Mapping[str, Tensor]) -> None:
@@ -498,7 +527,7 @@ class Replay:
         self.checked.rounds += 1
         if self._rounds.get(p) != decision.round - 1:
             return
-        self._compare_base(p, decision.round - 1, source_of(decision.number))
+        self._compare_base(p, decision.round - 1, source_of(decision.number), self._vectors[p])
         assert self._outer is not None, "where it is None, no Θ is known"
         average = decided_average(form, decision, content, self._scratch[: form.sizes[p]])
         fragment, sync = FragmentState(self._vectors[p].__getitem__), Sync(p, decision.round, 0)
@@ -506,10 +535,16 @@ class Replay:
         self._rounds[p] = decision.round
         self.checked.steps += 1
 
-    def _compare_base(self, p: int, last_round: int, source: str) -> None:
+    def _check_end(self) -> None:
+        """Compare the last Θ with what the entry that closes the run says of it, as far as both are known."""
+        for p, log in enumerate(self.state.fragments if self.state.closed else ()):
+            if self._rounds.get(p) == log.round:
+                self._compare_base(p, log.round, source_of(self.state.number - 1), self._vectors[p])
+
+    def _compare_base(self, p: int, last_round: int, source: str, vectors: Mapping[str, Tensor]) -> None:
         """Compare Θ_p after a round with what the log says of it, if it says so already."""
         base = self._bases[p].get(last_round)
-        own = f"{outer_digest(self._vectors[p]['outer']):016x}"
+        own = f"{outer_digest(vectors['outer']):016x}" if "outer" in vectors else "missing"
         if base is not None and base != own:
             raise LogError(
                 f"{source}: the outer parameters of fragment {p} after round {last_round} are {own}, and the log "
@@ -518,16 +553,31 @@ class Replay:
 
     async def _check_snapshot(self, p: int) -> None:
         """Compare a snapshot with the replay, if there is one of this round."""
-        for ref in self.state.fragments[p].snapshots:
-            if ref.round == self._rounds.get(p):
-                vectors = await self._snapshot(p, ref)
-                if any(not torch.equal(vectors[kind], own) for kind, own in self._vectors[p].items()):
-                    raise LogError(
-                        f"the snapshot of entry {ref.number} of the log is not what the entries before it make"
-                    )
+        if (last_round := self._rounds.get(p)) is None or last_round not in self._snapshots[p]:
+            return
+        ref = self._snapshots[p][last_round]
+        vectors = await self._snapshot(p, ref)
+        if any(not torch.equal(vectors[kind], own) for kind, own in self._vectors[p].items()):
+            raise LogError(f"the snapshot of entry {ref.number} of the log is not what the entries before it make")
+
+    async def _compare_digests(self) -> None:
+        """Compare Θ_p of each snapshot that no repeated outer step has made with the digest that the log names."""
+        compared: list[str] = []
+        for p, refs in enumerate(self._snapshots):
+            for ref in [*refs.values()]:
+                stored = await self._objects.snapshot(p, ref)
+                self._compare_base(p, ref.round, f"the snapshot of entry {ref.number} of the log", stored.vectors)
+                self.checked.snapshots += 1
+                compared.append(stored.name)
+        if compared:
+            self.notes.append(
+                "no repeated outer step made these snapshots, of which the log's digest of the outer parameters "
+                f"alone was checked: {', '.join(compared)}"
+            )
 
     async def _snapshot(self, p: int, ref: SnapshotRef) -> dict[str, Tensor]:
         stored = await self._objects.snapshot(p, ref)
+        del self._snapshots[p][ref.round]
         kinds = {"outer", *(self._outer.slots if self._outer is not None else ())}
         if stored.vectors.keys() != kinds:
             raise LogError(f"{source_of(ref.number)}: {stored.name} holds {', '.join(stored.vectors)}")

@@ -27,7 +27,8 @@ class Life:
     ended: int
     """Outer steps before its end, or up to the log's."""
     end: End = "active"
-    """died: it became inactive without leaving; replaced: a process of its name joined while it was active."""
+    """left: it left, or was active until the run was closed; died: it became inactive without leaving; replaced: a
+    process of its name joined while it was active."""
     counted: list[int] = field(default_factory=list)
     """The outer steps that it was in, from 1."""
 
@@ -52,6 +53,8 @@ class Timeline:
             if number == len(self.lives):
                 self.lives.append(Life(name=member.name, joined=state.num_outer, ended=state.num_outer))
             was = before.members[number] if number < len(before.members) else member
+            if state.closed and before.is_active(number):
+                self._end(number, "left")
             if member.left and not was.left:
                 self._end(number, "left")
             elif member.fenced and not was.fenced and not was.left:
@@ -131,7 +134,7 @@ class RunStatus:
     steps: int
     """Counted inner steps of all replicas, on average over the fragments."""
     finished: bool
-    """True if the token budget is spent."""
+    """True if an entry closes the run."""
     replicas: tuple[ReplicaStatus, ...]
     last: int
     """Number of outer steps over which averages are taken: the last ones."""
@@ -162,7 +165,7 @@ def status_of(state: RunState, form: Form, *, num_slots: int) -> RunStatus:
         rounds=tuple(log.round for log in state.fragments),
         tokens=state.tokens // num_fragments,
         steps=sum(member.steps for member in state.members) // num_fragments,
-        finished=state.finished,
+        finished=bool(state.closed),
         replicas=tuple(_replica(state, number, last) for number in range(len(state.members))),
         last=len(last),
         contributors=sum(len(ref.body.contributions) for ref in last) / max(1, len(last)),

@@ -7,13 +7,18 @@ read.
 
 import asyncio
 import errno
+import logging
 import os
 import random
 import re
+import stat
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -25,7 +30,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import LocalStore, from_url
 
 from diloco.errors import DilocoError, UserError
-from diloco.files import expanded, make_directory
+from diloco.files import create, expanded, make_directory
 from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES
 
 if TYPE_CHECKING:
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview | obstore.Bytes"
 T = TypeVar("T")
+_LOG = logging.getLogger("diloco")
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "InvalidBucketName"}
 _WRONG_CREDENTIALS = {
     "AuthenticationFailed",
@@ -49,8 +55,9 @@ _TRANSIENT_STATUS = {408, 409, 412, 425, 429, 500, 502, 503, 504, 507, 508, 509,
 _TRANSIENT_NUMBERS = {
     *(errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.ENOMEM),
     *(errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    *(errno.ENOSPC, errno.EDQUOT),
 }
-"""Numbers of the operating system's errors that a network's file system gives while it recovers."""
+"""Numbers of the operating system's errors that a file system gives while it recovers, or is full."""
 CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL and AWS_REGION if the store is not AWS",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
@@ -69,8 +76,8 @@ class NoCredentialsError(StoreError):
     exit_code = UserError.exit_code
 
 
-class TooLargeError(StoreError):
-    """An object is larger than what can lie under its name."""
+class BadObjectError(StoreError):
+    """An object is larger than what can lie under its name, or no file."""
 
 
 class StoreUnreachableError(StoreError):
@@ -98,19 +105,14 @@ def lasting(error: Exception, *, url: str, action: str, answered: bool) -> Store
     if isinstance(error, TimeoutError):
         return None
     text, scheme = str(error), url.partition("://")[0]
-    code, status, number = (
-        _code(text),
-        _number(r"status code: (\d{3})", text),
-        _number(r"\(os error (\d+)\)", text),
-    )
+    code, status, number = _code(text), _number(r"status code: (\d{3})", text), _os_number(error)
     where = f"can't {action} in {url}"
     if scheme not in CREDENTIALS:
         if isinstance(error, obstore_errors.PermissionDeniedError):
             number = number or errno.EACCES
         if number is None or number in _TRANSIENT_NUMBERS:
             return None
-        reason = os.strerror(number)
-        return StoreError(f"can't {action} in {url}: {reason[:1].lower()}{reason[1:]}")
+        return StoreError(f"can't {action} in {url}: {_os_reason(number)}")
     if "169.254.169.254" in text or "metadata.google" in text or "MissingAccount" in text:
         # The last place where a client looks for credentials; on a machine that has it, it may fail for a moment.
         return (
@@ -151,6 +153,16 @@ def _code(text: str) -> str:
 def _number(pattern: str, text: str) -> int | None:
     match = re.search(pattern, text)
     return int(match[1]) if match else None
+
+
+def _os_number(error: Exception) -> int | None:
+    """The number of the operating system's error, which the client library writes into its text."""
+    return getattr(error, "errno", None) or _number(r"\(os error (\d+)\)", str(error))
+
+
+def _os_reason(number: int) -> str:
+    reason = os.strerror(number)
+    return reason[:1].lower() + reason[1:]
 
 
 LARGE_BYTES = 1 << 16
@@ -316,6 +328,22 @@ SLOWEST_BYTES_S = 1 << 17
 """Lowest rate of a link's bytes, about 1 Mbit/s: a request has the time for them beside the store's time limit."""
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 3.0
+_SECONDS_TO_WARNING = 30.0
+
+
+@dataclass(frozen=True)
+class Outage:
+    """A read or a create that fails again and again."""
+
+    since: float
+    """Time of the first failure, by `time.monotonic`."""
+    trouble: str
+    """The object and the reason."""
+
+    @property
+    def seconds(self) -> float:
+        """Time since then."""
+        return time.monotonic() - self.since
 
 
 class Store:
@@ -336,9 +364,9 @@ class Store:
         self._client = client
         self._uploads, self._downloads = Turns(), Turns()
         self._timeout_seconds = timeout_seconds
-        self._last_success: float | None = None
-        self._failing_since: dict[str, float] = {}
-        """By kind of request, the time since which none has succeeded; absent if the last one did."""
+        self._has_answered = False
+        self._under_way: set[_Retry] = set()
+        """The reads and creates that are not over; housekeeping, which can wait, is not among them."""
 
     @classmethod
     def open(cls, url: str, *, timeout_seconds: float = 30.0) -> "Store":
@@ -365,19 +393,25 @@ class Store:
         return "://" not in self.url or self.url.startswith("file:")
 
     @property
-    def outage_seconds(self) -> float:
-        """Time in which no read, or no create, has succeeded; 0.0 if the last ones did."""
-        # Another thread asks, while the loop's adds and removes kinds.
-        return max((time.monotonic() - since for since in list(self._failing_since.values())), default=0.0)
+    def outage(self) -> Outage | None:
+        """The read or create that has failed for the longest time; None if none fails.
 
-    async def get(self, name: str, *, most_bytes: int, patience_seconds: float = 60.0) -> "obstore.Bytes | None":
+        What succeeds meanwhile does not end it: a store that takes payloads, and not the next entry, is of no use.
+        """
+        # Another thread asks, while the loop's adds and removes some.
+        outages = [outage for retry in list(self._under_way) if (outage := retry.outage) is not None]
+        return min(outages, key=lambda outage: outage.since, default=None)
+
+    async def get(
+        self, name: str, *, most_bytes: int, patience_seconds: float = 60.0
+    ) -> "obstore.Bytes | bytes | None":
         """The bytes of an object, in the memory into which they were received; None if it is absent.
 
         Raises:
-            StoreError: if it has more than `most_bytes`; none of them is received then.
+            BadObjectError: if it has more than `most_bytes`, none of which is received then, or is no file.
         """
-        retry = _Retry(self, f"read {name}", patience_seconds)
-        return await retry.until_done(lambda: self._get(name, most_bytes, retry))
+        with _Retry(self, f"read {name}", patience_seconds) as retry:
+            return await retry.until_done(lambda: self._get(name, most_bytes, retry))
 
     async def create(
         self, name: str, data: "Buffer | Sequence[Buffer]", *, patience_seconds: float = 60.0
@@ -391,32 +425,36 @@ class Store:
 
         Returns:
             None if the object holds `data` now, else the bytes that somebody else has written.
+
+        Raises:
+            BadObjectError: if what somebody else has put there is far too large, or no file.
         """
-        parts = _parts(data)
+        with _Retry(self, f"create {name}", patience_seconds) as retry:
+            return await self._created(name, _parts(data), retry)
+
+    async def _created(self, name: str, parts: "list[memoryview]", retry: "_Retry") -> bytes | None:
         num_bytes = sum(part.nbytes for part in parts)
-        retry = _Retry(self, f"create {name}", patience_seconds)
-
-        async def put() -> None:
-            # An empty list of buffers would be an upload of nothing that obstore refuses.
-            await obstore.put_async(self._client, name, parts or b"", mode="create", use_multipart=False)
-
         while True:
+            is_taken = False
             try:
                 async with self._uploads.turn(num_bytes) as num_sharing:
-                    await self._request("create", put, retry, num_sharing)
+                    await self._request("create", lambda: self._put(name, parts), retry, num_sharing)
                 self.bytes_up += num_bytes
                 return None
             except (AlreadyExistsError, PreconditionError):
                 self.bytes_up += num_bytes
+                is_taken = True
             except FileNotFoundError as error:
                 raise StoreError(f"{self.url}: there is no such bucket ({first_line(error)})") from None
             except _Again:
                 pass
             try:
+                # An attempt whose answer was lost has succeeded, or somebody else's.
                 there = await self._get(name, max(MOST_ENTRY_BYTES, num_bytes), retry)
                 if there is not None:
-                    self._succeeded("create")  # by an attempt whose answer was lost, or by somebody else
                     return None if _same(there, parts, num_bytes) else bytes(there)
+                if is_taken:
+                    retry.fails("the store says that it exists, and then that it does not")
             except _Again:
                 pass
             await retry.pause()
@@ -436,12 +474,20 @@ class Store:
             for name in names if len(names) > 1 else ():
                 await self.delete([name], patience_seconds=retry.seconds_left)
 
-    async def list(self, prefix: str, *, patience_seconds: float = 60.0) -> list[tuple[str, int]]:
-        """Name and bytes of the objects below `prefix`, a name's leading parts such as "log", sorted."""
+    async def list(
+        self, prefix: str, *, after: str | None = None, patience_seconds: float = 60.0
+    ) -> list[tuple[str, int]]:
+        """Name and bytes of the objects below `prefix`, a name's leading parts such as "log", sorted.
+
+        Args:
+            prefix: of the names.
+            after: a name: those up to it are left out.
+            patience_seconds: how long passing trouble is borne.
+        """
         retry = _Retry(self, f"list {prefix or 'objects'}", patience_seconds)
 
         async def names() -> "list[tuple[str, int]]":
-            stream = obstore.list(self._client, prefix or None)
+            stream = obstore.list(self._client, prefix or None, offset=after)
             return [(meta["path"], meta["size"]) async for chunk in stream for meta in chunk]
 
         try:
@@ -449,7 +495,7 @@ class Store:
         except FileNotFoundError:
             return []
 
-    async def _get(self, name: str, most_bytes: int, retry: "_Retry") -> "obstore.Bytes | None":
+    async def _get(self, name: str, most_bytes: int, retry: "_Retry") -> "obstore.Bytes | bytes | None":
         """One attempt to read an object; `_Again` for passing trouble."""
         result = await self._begun(name, most_bytes, retry)
         if result is None:
@@ -464,19 +510,36 @@ class Store:
             data = await self._request("", result.bytes_async, retry, num_sharing)
         self.bytes_down += len(data)
         if len(data) != size:
+            retry.fails("it was cut short")
             raise _Again
         return data
 
-    async def _begun(self, name: str, most_bytes: int, retry: "_Retry") -> "obstore.GetResult | None":
+    async def _begun(self, name: str, most_bytes: int, retry: "_Retry") -> "obstore.GetResult | _File | None":
         """The answer to a read, of which the bytes have not been received."""
         try:
-            result = await self._request("get", lambda: obstore.get_async(self._client, name), retry)
+            result = await self._request("get", lambda: self._open(name), retry)
         except FileNotFoundError:
-            self._failing_since.pop("", None)  # what had no answer is not there
             return None
         if (size := result.meta["size"]) > most_bytes:
-            raise TooLargeError(f"{name} in {self.url} has {size:,} bytes, and may have {most_bytes:,}")
+            raise BadObjectError(f"{name} in {self.url} has {size:,} bytes, and may have {most_bytes:,}")
         return result
+
+    async def _put(self, name: str, parts: "list[memoryview]") -> None:
+        """One attempt to create an object."""
+        if self.is_directory:
+            await _aside(lambda: _create_file(Path(self.url, name), parts))
+        else:
+            # An empty list of buffers would be an upload of nothing that obstore refuses.
+            await obstore.put_async(self._client, name, parts or b"", mode="create", use_multipart=False)
+
+    async def _open(self, name: str) -> "obstore.GetResult | _File":
+        """One attempt to read an object."""
+        if not self.is_directory:
+            return await obstore.get_async(self._client, name)
+        size, kind = await _aside(lambda: _size_and_kind(Path(self.url, name)))
+        if kind:
+            raise BadObjectError(f"{name} in {self.url} is {kind}, and no file: remove it")
+        return _File(Path(self.url, name), size)
 
     async def _request(
         self, kind: str, request: Callable[[], Awaitable[T]], retry: "_Retry", num_bytes: int = 0
@@ -491,25 +554,20 @@ class Store:
                 result = await request()
         except (BaseError, OSError) as error:  # TimeoutError is an OSError
             if kind == "create" and isinstance(error, AlreadyExistsError | PreconditionError):
-                self._succeeded(kind)
+                self._has_answered = True
                 raise
-            answered = self._last_success is not None
-            trouble = lasting(error, url=self.url, action=retry.action, answered=answered)
+            trouble = lasting(error, url=self.url, action=retry.action, answered=self._has_answered)
             if trouble is not None:
                 raise trouble from None
             if isinstance(error, FileNotFoundError):
-                self._succeeded(kind)
+                self._has_answered = True
                 raise
-            if kind not in ("list", "delete"):  # housekeeping, which can wait
-                self._failing_since.setdefault(kind, max(started, self._last_success or started))
-            retry.reason = f"no answer in {limit:.3g} s" if isinstance(error, TimeoutError) else first_line(error)
+            number = _os_number(error) if self.is_directory else None
+            reason = _os_reason(number) if number is not None else first_line(error)
+            retry.fails(f"no answer in {limit:.3g} s" if isinstance(error, TimeoutError) else reason, started)
             raise _Again from None
-        self._succeeded(kind)
+        self._has_answered = True
         return result
-
-    def _succeeded(self, kind: str) -> None:
-        self._last_success = time.monotonic()
-        self._failing_since.pop(kind, None)
 
 
 class _Again(Exception):  # noqa: N818
@@ -517,15 +575,31 @@ class _Again(Exception):  # noqa: N818
 
 
 class _Retry:
-    """The pauses between the attempts at one thing, and when they end."""
+    """The pauses between the attempts at one thing, and when they end; the store knows of it in a context."""
 
     def __init__(self, store: Store, action: str, patience_seconds: float) -> None:
         self.action = action
-        self.reason = "it is being written"
+        self.reason = ""
+        """The reason why the last attempt has failed."""
+        self.outage: Outage | None = None
+        """The failures so far; None if no attempt has failed."""
         self._store = store
         self._patience_seconds = patience_seconds
         self._deadline = time.monotonic() + patience_seconds
         self._longest = _FIRST_PAUSE_SECONDS
+        self._has_warned = False
+
+    def __enter__(self) -> "_Retry":
+        self._store._under_way.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store._under_way.discard(self)
+
+    def fails(self, reason: str, started: float | None = None) -> None:
+        """Note why an attempt has failed, and when it started."""
+        since = self.outage.since if self.outage is not None else started or time.monotonic()
+        self.reason, self.outage = reason, Outage(since, f"can't {self.action} in {self._store.url}: {reason}")
 
     @property
     def seconds_left(self) -> float:
@@ -543,11 +617,89 @@ class _Retry:
         pause = random.uniform(0, self._longest)
         self._longest = min(2 * self._longest, _LONGEST_PAUSE_SECONDS)
         if pause >= self.seconds_left:
+            remedy = "the directory" if self._store.is_directory else "the network and the store's endpoint"
             raise StoreUnreachableError(
-                f"can't {self.action} in {self._store.url} within {self._patience_seconds:g} s: check the network "
-                f"and the store's endpoint ({self.reason})"
+                f"can't {self.action} in {self._store.url} within {self._patience_seconds:g} s: check {remedy} "
+                f"({self.reason})"
             )
+        outage = self.outage
+        if outage is not None and outage.seconds > _SECONDS_TO_WARNING and not self._has_warned:
+            self._has_warned = True
+            if outage == self._store.outage:  # one warning for all that fails
+                _LOG.warning("%s, for %.0f s; it is tried again", outage.trouble, outage.seconds)
         await asyncio.sleep(pause)
+
+
+_THREADS = threading.BoundedSemaphore(512)
+"""Bound of the threads that wait for a file server."""
+
+
+async def _aside(function: Callable[[], T]) -> T:
+    """The result of a function in a thread that keeps no process alive: a file server may never answer."""
+    if not _THREADS.acquire(blocking=False):
+        raise OSError(errno.EAGAIN, "too many threads wait for the file server")
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # who does not wait any more can't cancel it
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            _THREADS.release()
+
+    threading.Thread(target=run, name="diloco store", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def _create_file(path: Path, parts: "list[memoryview]") -> None:
+    """Create an object in a directory, durably."""
+    for is_last in (False, False, True):
+        try:
+            create(path, parts)
+            return
+        except FileExistsError as error:
+            raise AlreadyExistsError(str(error)) from None
+        except FileNotFoundError:  # its folder was empty, and was deleted a moment ago
+            if is_last:
+                raise
+
+
+def _open_at_once(path: Path) -> int:
+    """A descriptor to read from; a pipe, which would hold its reader for ever, is empty."""
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _size_and_kind(path: Path) -> tuple[int, str]:
+    """The bytes of a file, and the kind of what is no file: empty for a file."""
+    try:
+        descriptor = _open_at_once(path)
+    except FileNotFoundError:
+        if path.is_symlink():
+            return 0, "a link that leads nowhere"
+        raise
+    try:
+        status = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    is_file, is_directory = stat.S_ISREG(status.st_mode), stat.S_ISDIR(status.st_mode)
+    return status.st_size, "" if is_file else "a directory" if is_directory else "a pipe or a device"
+
+
+class _File:
+    """An object in a directory, in the form of the client library's answers."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path, self.meta = path, {"size": size}
+
+    async def bytes_async(self) -> bytes:
+        """The bytes of the file."""
+        return await _aside(self._read)
+
+    def _read(self) -> bytes:
+        with open(_open_at_once(self._path), "rb", buffering=0) as file:
+            return file.read()
 
 
 def _parts(data: "Buffer | Sequence[Buffer]") -> list[memoryview]:
@@ -555,7 +707,7 @@ def _parts(data: "Buffer | Sequence[Buffer]") -> list[memoryview]:
     return [memoryview(buffer).cast("B") for buffer in buffers]
 
 
-def _same(there: "obstore.Bytes", parts: Sequence[memoryview], num_bytes: int) -> bool:
+def _same(there: "obstore.Bytes | bytes", parts: Sequence[memoryview], num_bytes: int) -> bool:
     """True if an object holds the parts, one after another."""
     if len(there) != num_bytes:
         return False

@@ -1,6 +1,7 @@
 """StoreRendezvous: replicas that come and go meet in a directory or a bucket."""
 
 import json
+import logging
 import re
 import secrets
 import socket
@@ -13,17 +14,19 @@ from torch import Tensor
 
 from diloco.errors import DilocoError, ExchangeError, UserError
 from diloco.exchange.transport import wait_for_all
-from diloco.rendezvous.contract import Decision, Form, Joined, News, Offer
+from diloco.rendezvous.contract import Decision, Form, Joined, News, NoDecisionError, Offer
 from diloco.rendezvous.deciding import Pace
 from diloco.rendezvous.follower import Background, Follower
 from diloco.rendezvous.joining import Wish, join, missing, newest_snapshots, outer_entries_to_replay, withdraw
 from diloco.rendezvous.log.entries import MOST_SHARES, Rules
 from diloco.rendezvous.log.keys import Signer, signer_of_environment
 from diloco.rendezvous.log.log import Log
-from diloco.rendezvous.log.run import RunState
+from diloco.rendezvous.log.run import MOST_TOKENS, RunState
 from diloco.rendezvous.objects import Objects
 from diloco.rendezvous.store import Store
+from diloco.schema import checked_name
 
+_LOG = logging.getLogger("diloco")
 _T = TypeVar("_T")
 _NUM_SHARES = 16
 _SECONDS_TO_WITHDRAW = 5.0
@@ -52,6 +55,8 @@ class StoreRendezvous:
             about as many as there are replicas; None is the run's, or 16.
         num_slots: parts of the text, and so the most replicas that are active at once; None is the run's, or 64.
         max_local_steps: inner steps without the store, after which this replica stops; None is 50 H.
+        step_tokens: the most tokens that an inner step of this replica reads, which it declares to the others:
+            they refuse an outer gradient that claims more. None declares no bound but one of 2^40 in all.
         key: the file of this replica's key; None is that of the environment variable DILOCO_KEY, or no key.
         memory_bytes: size of the others' payloads that are kept in memory until they are counted: what exceeds it
             is downloaded again. Their decoded values take as much at the most: what exceeds it is decoded again.
@@ -77,6 +82,7 @@ class StoreRendezvous:
         num_shares: int | None = None,
         num_slots: int | None = None,
         max_local_steps: int | None = None,
+        step_tokens: int | None = None,
         key: str | None = None,
         memory_bytes: int = 1 << 30,
         poll_seconds: float | None = None,
@@ -85,8 +91,10 @@ class StoreRendezvous:
     ) -> None:
         if num_shares is not None and not 2 <= num_shares <= MOST_SHARES:
             raise UserError(f"num_shares={num_shares} must be from 2 to {MOST_SHARES}", "num_shares")
+        if step_tokens is not None and step_tokens < 1:
+            raise UserError(f"step_tokens={step_tokens} must be at least 1", "step_tokens")
         self.name = _name(name)
-        self._asked_local_steps = max_local_steps
+        self._asked_local_steps, self._step_tokens = max_local_steps, step_tokens
         self._url, self._patience, self._timeout_seconds = str(url), patience, timeout_seconds
         self._signer: Signer = signer_of_environment() if key is None else Signer.of_file(key)
         self._store = Store.open(self._url)
@@ -138,6 +146,16 @@ class StoreRendezvous:
         )
 
     @property
+    def entry(self) -> int:
+        """Number of the log's newest entry up to which this replica has taken every outer step."""
+        return self._seated.entry
+
+    @property
+    def is_closed(self) -> bool:
+        """True if the newest entry closes the run, and this replica has taken every outer step."""
+        return bool(self.state.closed) and self.entry == self.state.number - 1
+
+    @property
     def timeout_seconds(self) -> float:
         """Longest time that joining, leaving, or a decision that is waited for, may take."""
         return self._timeout_seconds
@@ -164,8 +182,12 @@ class StoreRendezvous:
         if self._has_joined:
             raise UserError("this StoreRendezvous has joined already: build one for each engine", "exchange")
         self._has_joined = True
+        most = self._asked_local_steps or 50 * sync_every
+        most_steps = 2 * max(most, 50 * sync_every)  # an outer gradient may be lost before an outage and after it
         wish = Wish(
             name=self.name,
+            step_tokens=self._step_tokens or MOST_TOKENS // most_steps,
+            most_steps=most_steps,
             rules=_rules(self._asked, form),
             asked=frozenset(self._asked),
             facts={**self._facts, **facts},
@@ -190,7 +212,6 @@ class StoreRendezvous:
             background.stop()
             raise
         follower = Follower(store, log, own, form, self._signer, self._pace(sync_every))
-        most = self._asked_local_steps or 50 * sync_every
         self._seat = _StoreSeat(store, background, follower, own, timeout_seconds=seconds, max_local_steps=most)
         replay = outer_entries_to_replay(log.state)
         background.run(follower.run(replay))
@@ -201,6 +222,8 @@ class StoreRendezvous:
             replica=own,
             slot=self.slot,
             start=self.start,
+            step_tokens=wish.step_tokens,
+            most_steps=wish.most_steps,
             slot_rounds=[fragment.last_round.get(self.slot, 0) for fragment in log.state.fragments],
             snapshots=snapshots,
             form=form,
@@ -213,20 +236,23 @@ class StoreRendezvous:
             memory_bytes=self._memory_bytes,
             patience=sync_every if self._patience is None else self._patience,
             drain_seconds=max(2.0, 10 * self._poll_seconds),
+            close_seconds=max(10.0, 30 * self._poll_seconds),
         )
 
-    def leave(self, *, finished: bool = False, seconds: float | None = None) -> None:
+    def leave(self, *, seconds: float | None = None) -> None:
         """Wait for own uploads and leave; what was uploaded may still be counted.
 
+        After `engine.finish()` a warning names the entry of the log whose outer parameters this replica has,
+        unless that is the one that closes the run.
+
         Args:
-            finished: whether the run's token budget is spent.
             seconds: how long this may take; None is twice `timeout_seconds`.
 
         Raises:
             ExchangeError: if it takes longer, or an own payload can't be uploaded.
         """
         if self._seat is not None:
-            self._seat.leave(finished=finished, seconds=seconds)
+            self._seat.leave(seconds=seconds)
 
     def abort(self, reason: str) -> None:
         """Stop at once, after an error; the other replicas go on."""
@@ -265,7 +291,11 @@ class _StoreSeat:
         self._store, self._background = store, background
         self._timeout_seconds, self._max_local_steps = timeout_seconds, max_local_steps
         self._aborted: str | None = None
-        self._step_of_contact = 0
+        self._outage_since: float | None = None
+        self._step_of_outage = 0
+        """The first step at which it was seen."""
+        self._begin: tuple[float, int] | None = None  # time and inner steps at the first call of `step`
+        self._has_drained = self._is_closing = False
 
     @property
     def failure(self) -> str | None:
@@ -287,31 +317,45 @@ class _StoreSeat:
     ) -> News:
         """Tell where this replica is, and take the news; see `Seat`."""
         follower = self.follower
+        self._begin = self._begin or (time.monotonic(), num_steps)
+        self._has_drained = self._has_drained or is_last
         follower.step, follower.bases = num_steps, tuple(applied)
         follower.draining_since = (follower.draining_since or time.monotonic()) if is_last else None
         self._check_contact(num_steps)
-        decisions = self._waited_for(wait_for) if wait_for is not None else []
-        if wait_for is None and room > 0:
+        decisions, closed = [], follower.closed  # read before the decisions, of which none must be left out then
+        if wait_for is not None:
+            decisions = self._waited_for(wait_for)
+        elif room > 0:
             decisions = follower.taken()
-        rounds = [log.round for log in follower.state.fragments]
-        return News(decisions=decisions, wanted=follower.wanted, rounds=rounds)
+        else:
+            closed = ()
+        state = follower.state
+        return News(
+            decisions=decisions,
+            wanted=follower.wanted,
+            rounds=[log.round for log in state.fragments],
+            is_finished=state.finished,
+            closed=closed,
+        )
 
     def _check_contact(self, step: int) -> None:
         """Stop after too many inner steps without the store."""
-        if (outage_seconds := self._store.outage_seconds) == 0:
-            self._step_of_contact = step
-        elif step - self._step_of_contact > self._max_local_steps:
+        outage = self._store.outage
+        if outage is None or outage.since != self._outage_since:
+            self._outage_since, self._step_of_outage = None if outage is None else outage.since, step
+        elif (num_steps := step - self._step_of_outage) > self._max_local_steps:
             self._aborted = (
-                f"{self._store.url} could not be reached or written to for {outage_seconds:.0f} s and "
-                f"{step - self._step_of_contact} inner steps, more than max_local_steps={self._max_local_steps}: "
-                "check the network, and start this replica again from its checkpoint"
+                f"{outage.trouble}, for {outage.seconds:.0f} s and {num_steps} inner steps, more than "
+                f"max_local_steps={self._max_local_steps}: check the network and the store, and start this "
+                "replica again from its checkpoint"
             )
 
     def _waited_for(self, fragment: int) -> list[Decision]:
-        """The decisions that have come once one of a fragment has, or with −1 any.
+        """The decisions that have come once one of a fragment has, or with −1 any; or once the run is closed.
 
         Raises:
-            ExchangeError: if none came in time, or this replica can't go on.
+            NoDecisionError: if none came in time.
+            ExchangeError: if this replica can't go on.
         """
         follower, decisions = self.follower, list[Decision]()
 
@@ -322,31 +366,58 @@ class _StoreSeat:
             return bool(fragments if fragment == -1 else fragment in fragments)
 
         with follower.news:
-            if not follower.news.wait_for(lambda: is_here() or self.failure is not None, self._timeout_seconds):
+            has_ended = follower.news.wait_for(
+                lambda: is_here() or follower.closed or self.failure is not None, self._timeout_seconds
+            )
+            if not has_ended:
                 about = "" if fragment == -1 else f" about fragment {fragment}"
-                raise ExchangeError(
+                raise NoDecisionError(
                     f"no decision{about} came within {self._timeout_seconds:g} s: see with diloco store status "
                     f"{self._store.url} which replica is missing"
                 )
-            if not is_here():
-                raise ExchangeError(str(self.failure))
+            if self.failure is not None and not is_here():
+                raise ExchangeError(self.failure)
         return decisions
 
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
         """Start to upload Θ_p (`outer`) and the slots after a round."""
         self._background.call(self.follower.snapshots.put, fragment, round, vectors)
 
-    def leave(self, *, finished: bool = False, seconds: float | None = None) -> None:
+    def close(self) -> None:
+        """Start to end the run, unless another replica does, too."""
+        if self._is_closing or self.follower.state.closed:
+            return
+        self._is_closing = True
+        then, first_step = self._begin or (time.monotonic(), 0)
+        step_seconds = (time.monotonic() - then) / max(1, self.follower.step - first_step)
+        self._background.run(self.follower.close(step_seconds, self._timeout_seconds))
+
+    def leave(self, *, seconds: float | None = None) -> None:
         """Wait for own uploads and leave; see `StoreRendezvous.leave`."""
         if self._aborted is not None:
             return
         try:
-            if self.failure is None:
+            if self.failure is None and not self._is_closing:
                 seconds = 2 * self._timeout_seconds if seconds is None else seconds
-                self._background.wait(self.follower.leave(finished=finished), seconds, self._store.url)
+                self._background.wait(self.follower.leave(finished=False), seconds, self._store.url)
+            if self._has_drained and not self.follower.closed:
+                self._say_entry()
         finally:
             self._aborted = "this replica has left the run"
             self._background.stop()
+
+    @property
+    def entry(self) -> int:
+        """Number of the log's newest entry up to which this replica has taken every outer step."""
+        return self.follower.state.reached([num_taken for num_taken, _ in self.follower.bases])
+
+    def _say_entry(self) -> None:
+        """Say which outer parameters a replica ends with, where they may not be the run's last."""
+        _LOG.warning(
+            "%s ends with the outer parameters after entry %d of the log of %s, and no entry closes the run: "
+            "others may go on",
+            *(self.follower.state.members[self.own].name, self.entry, self._store.url),
+        )
 
     def abort(self, reason: str) -> None:
         """Stop at once, after an error; the other replicas go on."""
@@ -389,6 +460,4 @@ def _name(name: str | None) -> str:
     if name is None:
         host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).strip(".-")[:40] or "replica"
         return f"{host}-{secrets.token_hex(3)}"
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        raise UserError(f"name={name!r} must be up to 64 letters, digits, dots and dashes", "name")
-    return name
+    return checked_name(name)

@@ -141,15 +141,15 @@ def document(title: str, page: Page | None) -> bytes:
         '<link rel="icon" href="data:,">\n'  # a browser would ask for one
         f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{_BODY}\n{content}"
         f"<script>{_SCRIPT}</script>\n</body>\n</html>\n"
-    ).encode()
+    ).encode(errors="replace")  # a directory's name need not be UTF-8
 
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-_STYLE = Path(__file__).with_name("page.css").read_text()
-_SCRIPT = Path(__file__).with_name("page.js").read_text()
+_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+_SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
 _BODY = """<p id="note">Reading …</p>
 <p><label>Show <select id="shown"><option value="1">all of the run</option>
 <option value="0.5">the last half</option><option value="0.1">the last tenth</option></select></label></p>

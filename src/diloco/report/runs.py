@@ -81,8 +81,13 @@ def summary_facts(summary: Summary) -> dict[str, str]:
         "contributors": ", ".join(shares),
         "replicas": str(summary.num_replicas),
         "parameters": f"{summary.num_params:,}" + (f", of which {trained:,} were trained" if is_part else ""),
-        "outer hash": summary.outer_hash[:16],
+        "outer hash": summary.outer_hash[:16] + _of_entry(summary),
     }
+
+
+def _of_entry(summary: Summary) -> str:
+    """The place of the outer parameters in the log, where they may not be the run's last."""
+    return f", of entry {summary.entry}: the run was not closed" if summary.closed is False else ""
 
 
 def _facts_so_far(run: RunTail, config: TrainConfig) -> dict[str, str]:

@@ -1,19 +1,20 @@
 """The server of the live page: two resources, for this machine's own browsers alone."""
 
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import urlsplit
 
 from diloco.errors import UserError
 from diloco.report.page import SERVED_POLICY, document
 from diloco.report.sources import Sources
 
 ADDRESS = "127.0.0.1"
-_HOSTS = (ADDRESS, "localhost", "::1")
+_OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?", re.IGNORECASE)
+"""A Host header that names the loopback interface, with any port: a tunnel has its own."""
 _FRESH_SECONDS = 1.0
 _HEADERS = {
     "Content-Security-Policy": SERVED_POLICY,
@@ -88,7 +89,8 @@ def _handler(resources: dict[str, tuple[str, Callable[[], bytes]]]) -> type[Base
 
         def do_GET(self) -> None:
             """Send a resource."""
-            if not _is_loopback(self.headers.get_all("Host", [])):
+            hosts = self.headers.get_all("Host", [])
+            if len(hosts) != 1 or not _OWN_HOST.fullmatch(hosts[0]):
                 return self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", b"this host is not served\n")
             if self.path not in resources:
                 return self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such page\n")
@@ -113,11 +115,3 @@ def _handler(resources: dict[str, tuple[str, Callable[[], bytes]]]) -> type[Base
             """Log nothing."""
 
     return Handler
-
-
-def _is_loopback(hosts: list[str]) -> bool:
-    """True if the one Host header names the loopback interface, with any port: a tunnel has its own."""
-    try:
-        return len(hosts) == 1 and urlsplit(f"//{hosts[0]}").hostname in _HOSTS
-    except ValueError:
-        return False

@@ -135,7 +135,7 @@ class Plan:
     @property
     def store_seconds(self) -> float:
         """The time from a send to its outer step in a bucket: polls + round trips + size / uplink + downloads."""
-        num_polls, num_round_trips = (2, 4) if self.combine == "gather" else (3, 8)
+        num_polls, num_round_trips = (2, 5) if self.combine == "gather" else (3, 9)
         num_downloads = len(self.task.replicas) - 1 if self.combine == "gather" else 2
         payload_bits = max(self.model.fragment_params) * parse(self.wire).bits_per_value
         seconds = num_polls * _POLL_SECONDS

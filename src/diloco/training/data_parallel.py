@@ -82,8 +82,9 @@ class DataParallel:
         self.bytes_received += self._step_bytes
         return ()
 
-    def finish(self) -> tuple[OuterStep, ...]:
-        """Do nothing: nothing is in flight."""
+    def finish(self, *, close: bool = False) -> tuple[OuterStep, ...]:
+        """Do nothing: nothing is in flight, and all replicas end together."""
+        del close
         return ()
 
     def logs(self, *, computed: bool = True) -> dict[str, float]:

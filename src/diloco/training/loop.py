@@ -24,7 +24,15 @@ from diloco.training.optimizer import learning_rate
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.records.metrics import MetricsLog, StepMetrics
 from diloco.training.records.runs import check_text, claim_together, continued, newest_common_step
-from diloco.training.records.summary import HeldOut, Outcome, conclude, evaluate, open_held_out
+from diloco.training.records.summary import (
+    OUTER_FILE,
+    SUMMARY_FILE,
+    HeldOut,
+    Outcome,
+    conclude,
+    evaluate,
+    open_held_out,
+)
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import BegunStep, begin_step, end_step
 from diloco.training.world import World, join
@@ -183,9 +191,16 @@ class _Run:
         if self.log is not None:
             self.log.close()
         if self.world.rendezvous is not None:
-            self.world.rendezvous.leave(finished=True)
+            self.world.rendezvous.leave()
         loss = evaluate(self.state, self.world, self.held_out, together=True)
-        return conclude(self.state, self.config, self.world, loss) if self.world.replica == 0 else None
+        outcome = conclude(self.state, self.config, self.world, loss) if self.world.replica == 0 else None
+        if outcome is not None and outcome.summary.get("closed") is False:
+            raise ExchangeError(
+                f"the run was not closed within {self.config.timeout_seconds:g} s: {SUMMARY_FILE} and "
+                f"{OUTER_FILE} in {self.config.directory} are those after entry {outcome.summary['entry']} of the "
+                f"log, which may not be its last: see with diloco store status {self.config.rendezvous}"
+            )
+        return outcome
 
 
 @contextmanager

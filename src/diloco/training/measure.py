@@ -14,13 +14,13 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco.data.tokenizers import load_tokenizer
 from diloco.errors import UserError
 from diloco.exchange.transport import Channel, Tag, Transport, share
+from diloco.files import reading
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.engine_settings import check
 from diloco.training.config.recipes import recipe
@@ -134,7 +134,7 @@ def measure_link(
     rounds, together = count(1), beside or exchange
 
     def exchange_seconds(num_bytes: int, times: int) -> float:
-        payload = torch.zeros(num_bytes, dtype=torch.uint8)
+        payload = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         others = {replica: payload for replica in range(exchange.num_replicas) if replica != exchange.replica}
         share(together, None)  # all begin at once
         times_seconds = [time.perf_counter()]
@@ -245,13 +245,12 @@ def load_gradient(path: Path) -> Tensor:
     """All tensors of a safetensors file as one flat FP32 vector, in the order of their names.
 
     Raises:
-        UserError: if the file can't be read as safetensors.
+        FileError: if the file can't be read as safetensors.
     """
-    try:
+    with reading(path, "gradient"):
         tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} is no safetensors file with an outer gradient: {error}") from None
-    return torch.cat([torch.zeros(0), *(tensors[name].reshape(-1).float() for name in sorted(tensors))])
+    nothing = torch.zeros(0, dtype=torch.float32, device="cpu")
+    return torch.cat([nothing, *(tensors[name].reshape(-1).float() for name in sorted(tensors))])
 
 
 def demo_gradient(recipe_name: str = "laptop") -> Tensor:

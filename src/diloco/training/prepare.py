@@ -15,6 +15,7 @@ from diloco.errors import UserError, setting
 from diloco.files import require
 from diloco.integrations.trackers import check_installed
 from diloco.schedule import Schedule
+from diloco.schema import checked_name
 from diloco.training.config.config import TrainConfig, differences
 from diloco.training.config.engine_settings import check_sends, checked_settings
 from diloco.training.config.recipes import recipe
@@ -60,7 +61,7 @@ def prepare_run(
 
         with setting("rendezvous", asked.rendezvous):
             Store.open(asked.rendezvous)
-    asked = replace(asked, name=asked.name or _name(asked))
+    asked = replace(asked, name=checked_name(asked.name or _name(asked)))
     if own is None and not under_a_launcher():
         check_unclaimed(asked)
     schedule = _checked_before_the_text(asked, budget)

@@ -240,8 +240,8 @@ def launch(
 ) -> None:
     """Run `entrypoint(*arguments)` in all local processes of a run, and wait for all of them.
 
-    Each uses its share of the cores, or OMP_NUM_THREADS threads. They meet at a file that only this user can read,
-    and listen on the loopback interface alone. When one fails, the others are ended. `imports` are modules that
+    Each uses its share of the cores, or OMP_NUM_THREADS threads. They meet at a file without a name, and listen on
+    the loopback interface alone. When one fails, the others are ended. `imports` are modules that
     all of them need, which are then imported once.
 
     Raises:
@@ -274,17 +274,16 @@ def _supervise(
         signals.append(number)
         raise SystemExit(128 + number)
 
-    try:
-        directory = tempfile.TemporaryDirectory(prefix="diloco-")
-    except OSError as error:
-        return ReplicaFailedError(f"no temporary directory can be made: {error}", exit_code=1)
-    with directory as folder:
-        reports = [Path(folder, f"error-{rank}.json") for rank in range(num_processes)]
+    reports = list[Any]()
+    with _meeting_file() as store:
         try:
-            for rank, report in enumerate(reports):  # with the signals blocked: none inherits the handlers
-                run = (_environment(rank, num_processes, folder), report, entrypoint, arguments)
+            for rank in range(num_processes):  # with the signals blocked: none inherits the handlers
+                report, theirs = Pipe(duplex=False)
+                run = (_environment(rank, num_processes, store), theirs, entrypoint, arguments)
                 process = _children().Process(target=_run, args=run)
                 process.start()
+                theirs.close()
+                reports.append(report)
                 processes.append(process)
             with on_signal(stop):
                 try:
@@ -300,10 +299,24 @@ def _supervise(
         return _explain(rank, exit_code, reports[rank], processes_per_replica)
 
 
+@contextmanager
+def _meeting_file() -> Iterator[str]:
+    """The path, in each child, of a file that ends with the last process that holds it, however that ends."""
+    if sys.platform != "linux":
+        with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+            yield str(Path(folder, "store"))
+        return
+    descriptor = os.memfd_create("diloco")
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
 def _run(
-    environment: dict[str, str], report: Path, entrypoint: Callable[..., None], arguments: tuple[Any, ...]
+    environment: dict[str, str], report: Connection, entrypoint: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
-    """Run the entrypoint in the replica; write its error where the launcher looks for it."""
+    """Run the entrypoint in the replica; send its error to the launcher."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
     try:
@@ -326,11 +339,13 @@ def _run(
             # The launcher reports the replica that ends first, which should be the one that caused this.
             time.sleep(_SECONDS_FOR_THE_CAUSE)
         fields = error.fields if isinstance(error, DilocoError) else ()
-        report.write_text(json.dumps({"message": str(error), "fields": fields}))
+        report.send_bytes(json.dumps({"message": str(error)[:_MOST_LETTERS], "fields": fields}).encode())
         raise SystemExit(exit_code) from None
 
 
 _SECONDS_FOR_THE_CAUSE = 3.0
+_MOST_LETTERS = 4000
+"""Letters of an error that a pipe holds, with those that JSON adds, before anybody reads it."""
 
 
 def _interrupt(number: int, _: object) -> None:
@@ -380,7 +395,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _environment(rank: int, num_processes: int, folder: str) -> dict[str, str]:
+def _environment(rank: int, num_processes: int, store: str) -> dict[str, str]:
     """The variables that tell a process its place, as torchrun names them, and its share of the machine."""
     loopback = "lo" if sys.platform == "linux" else "lo0"
     share = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_processes))}
@@ -389,18 +404,19 @@ def _environment(rank: int, num_processes: int, folder: str) -> dict[str, str]:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
-        STORE: str(Path(folder, "store")),
+        STORE: store,
         # Of every process, whatever interface the user names for runs on several machines.
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
     } | ({} if os.environ.get("OMP_NUM_THREADS") else share)
 
 
-def _explain(rank: int, exit_code: int, report: Path, processes_per_replica: int) -> ReplicaFailedError:
+def _explain(rank: int, exit_code: int, report: Connection, processes_per_replica: int) -> ReplicaFailedError:
     """The error of a process that failed, as it reported it itself, or else by its exit code."""
-    if report.is_file():
-        error = json.loads(report.read_text())
-        return ReplicaFailedError(error["message"], exit_code=exit_code, fields=tuple(error["fields"]))
+    with suppress(EOFError):  # it has sent nothing
+        if report.poll():
+            error = json.loads(report.recv_bytes())
+            return ReplicaFailedError(error["message"], exit_code=exit_code, fields=tuple(error["fields"]))
     replica, process = divmod(rank, processes_per_replica)
     name = f"replica {replica}" + (f", process {process}," if processes_per_replica > 1 else "")
     return ReplicaFailedError(f"{name} {_ending(exit_code)}", exit_code=1)

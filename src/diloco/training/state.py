@@ -139,8 +139,8 @@ class Synchronizer(Protocol):
         """Count an inner step on so many tokens, send and merge what is due; returns the outer steps taken."""
         ...
 
-    def finish(self) -> Sequence[OuterStep]:
-        """Receive and merge everything in flight; every replica calls it after the same step."""
+    def finish(self, *, close: bool = False) -> Sequence[OuterStep]:
+        """Receive and merge everything in flight; with `close`, end a run whose replicas come and go."""
         ...
 
     def logs(self, *, computed: bool = True) -> dict[str, float]:

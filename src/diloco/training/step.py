@@ -70,11 +70,11 @@ def begin_step(
     sends = sync.bytes_sent > sent_before
     state.took(step)
     if state.is_over:
-        outer_steps += sync.finish()
+        outer_steps += sync.finish(close=True)
         state.took(step)  # with what was counted since
     for outer_step in outer_steps:
         outer_step.begin(layer_cosine=log_layer_cosine)
-    blocked = torch.tensor(sync.blocked_seconds - blocked_before, dtype=torch.float64)
+    blocked = torch.tensor(sync.blocked_seconds - blocked_before, dtype=torch.float64, device="cpu")
     if world.num_ranks > 1:
         blocked = world.group.reduce(to_device(blocked, world.device), largest=True)
     return BegunStep(

@@ -69,6 +69,7 @@ def meeting(config: TrainConfig) -> Iterator["StoreRendezvous"]:
             num_shares=elastic.num_shares,
             num_slots=elastic.num_slots,
             max_local_steps=elastic.max_local_steps,
+            step_tokens=config.process_batch * config.processes_per_replica * config.sequence_length,
             timeout_seconds=config.timeout_seconds,
             facts=facts_with_rendezvous(config) | text_facts(config.data.prepared).shared,
         )
@@ -395,7 +396,7 @@ _GROUPS = ("num_replicas", "shards_per_replica", "ddp_per_replica", "num_connect
 
 def _agree_on_groups(numbers: Mapping[str, int]) -> None:
     """Compare the numbers of these settings, before any group is made."""
-    names, mine = [*numbers], torch.tensor([*numbers.values()])
+    names, mine = [*numbers], torch.tensor([*numbers.values()], dtype=torch.int64, device="cpu")
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
     everyones = [tuple(theirs.tolist()) for theirs in gathered]
@@ -441,7 +442,8 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
         # Data-Parallel sums gradients where they are; the payloads of an engine travel on gloo.
         between = group(by_rank, backend=None) if config.method == "data_parallel" else same_rank
         groups, names = [between, own_device_group], ("replica", "shard")
-        mesh = DeviceMesh.from_group(groups, device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)
+        ranks_MxS = torch.tensor(ranks, dtype=torch.int64, device="cpu")
+        mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks_MxS, mesh_dim_names=names)
     elif config.ddp_per_replica > 1 and num_replicas > 1:
         others = _through_leaders(config, same_rank, group(ranks))
     others = others or exchange(same_rank, config.num_connections)

@@ -36,7 +36,8 @@ class BlockCodec(Blocks, Codec):
             return kernels.pack(self.block, delta_N, scales, codes, words=random_words)
         fast = None if self.stochastic else self._native("pack", delta_N, body)
         if fast is not None:
-            return torch.tensor(fast.pack(self.name, self.block, delta_N, scales, codes))
+            all_finite = fast.pack(self.name, self.block, delta_N, scales, codes)
+            return torch.tensor(all_finite, dtype=torch.bool, device="cpu")
         random_N = None
         if self.stochastic:
             random_N = random_bits(key, delta_N.numel(), delta_N.device, common=False)
@@ -51,7 +52,8 @@ class BlockCodec(Blocks, Codec):
             return kernels.unpack(self.block, scales, codes, to_N, add=add)
         fast = self._native("unpack", body, to_N)
         if fast is not None:
-            return torch.tensor(fast.unpack(self.name, self.block, scales, codes, to_N, add=add))
+            is_sound = fast.unpack(self.name, self.block, scales, codes, to_N, add=add)
+            return torch.tensor(is_sound, dtype=torch.bool, device="cpu")
         return self.unpack_reference(scales, codes, to_N, add)
 
     def is_sound(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Bool[Tensor, ""]:

@@ -98,11 +98,11 @@ class TopK(formats.TopK, _Sparse):
     def pack_places(self, place_k: Int64[Tensor, "k"], num_elements: int, body: UInt8[Tensor, "bytes"]) -> None:
         """Write the low bits, then the bit vector."""
         low_bytes, high_bits, num_low = self.places_layout(num_elements)
-        shifts = torch.arange(num_low, device=body.device)
+        shifts = torch.arange(num_low, dtype=torch.int64, device=body.device)
         low_bits = (place_k[:, None] >> shifts & 1).to(torch.uint8).view(-1)
         body[:low_bytes] = join(low_bits, 1)
         vector = torch.zeros(high_bits, dtype=torch.uint8, device=body.device)
-        vector[(place_k >> num_low) + torch.arange(place_k.numel(), device=body.device)] = 1
+        vector[(place_k >> num_low) + torch.arange(place_k.numel(), dtype=torch.int64, device=body.device)] = 1
         body[low_bytes:] = join(vector, 1)
 
     def unpack_places(
@@ -111,10 +111,10 @@ class TopK(formats.TopK, _Sparse):
         """Read the low bits and the bit vector."""
         low_bytes, high_bits, num_low = self.places_layout(num_elements)
         kept = self.num_kept(num_elements)
-        shifts = torch.arange(num_low, device=body.device)
+        shifts = torch.arange(num_low, dtype=torch.int64, device=body.device)
         low_bits = split(body[:low_bytes], kept * num_low, 1).view(kept, num_low).long()
         one_k, are_k = _ones(split(body[low_bytes:], high_bits, 1), kept)
-        high_k = one_k - torch.arange(kept, device=body.device)
+        high_k = one_k - torch.arange(kept, dtype=torch.int64, device=body.device)
         place_k = (high_k << num_low) + (low_bits << shifts).sum(dim=1)
         is_sound = are_k & (place_k < num_elements).all() & (place_k.diff() > 0).all()
         return place_k.clamp(0, max(0, num_elements - 1)), is_sound
@@ -162,12 +162,12 @@ def _ones(bits: UInt8[Tensor, "bits"], kept: int) -> tuple[Int64[Tensor, "k"], B
     if bits.device.type != "cpu":  # a GPU would wait to learn how many there are
         return torch.nonzero_static(bits, size=kept, fill_value=0).view(-1), bits.sum(dtype=torch.int64) == kept
     ones = bits.nonzero().view(-1)
-    are_k = torch.tensor(ones.numel() == kept)
-    return (ones if are_k else torch.zeros(kept, dtype=torch.int64)), are_k
+    are_k = torch.tensor(ones.numel() == kept, dtype=torch.bool, device="cpu")
+    return (ones if are_k else torch.zeros(kept, dtype=torch.int64, device="cpu")), are_k
 
 
 def _first_k(order_N: Int64[Tensor, "N"], kept: int) -> Int64[Tensor, "k"]:
     """Places of the k smallest 32-bit numbers, ties to the first, ascending."""
     # With the place in the low bits no two numbers are equal, so that every device gives the same answer.
-    place_N = torch.arange(order_N.numel(), device=order_N.device)
+    place_N = torch.arange(order_N.numel(), dtype=torch.int64, device=order_N.device)
     return torch.topk(order_N << 32 | place_N, kept, largest=False).values.bitwise_and(0xFFFFFFFF).sort().values

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 
 from diloco.errors import FileError
-from diloco.schema import Count
+from diloco.schema import Count, Name
 
-FORMAT = 4
+FORMAT = 5
 """Version of the log's format."""
 MOST_REPLICAS = (1 << 16) - 2
 """Numbers of replicas that codecs can tell apart."""
@@ -26,8 +26,6 @@ Checksum = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """`diloco.outer.digest.outer_digest` of Θ_p in hexadecimal."""
 Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 """An Ed25519 public key in hexadecimal; empty in a run without keys."""
-Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
-"""A replica's name: letters, digits, dots, dashes, at most 64."""
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 MOST_NORM = 1e33
 """Largest ‖Δ‖₂ of a payload: with it the sum of `MOST_REPLICAS` payloads is finite in FP32."""
@@ -91,6 +89,10 @@ class Join:
 
     name: Name
     key: Key
+    step_tokens: Positive
+    """The most tokens that one of its inner steps reads."""
+    most_steps: Positive
+    """The most inner steps between two of its sends of a fragment that are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +150,15 @@ class Leave:
     """A replica leaves; what it has uploaded may still be counted."""
 
     finished: bool
-    """True if the run's token budget is spent: the run is over then."""
+    """True if the run's token budget is spent: the others take their last inner step, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Close:
+    """The run is over: no entry follows. A replica writes it that has left since the token budget is spent."""
+
+    outer: tuple[Checksum, ...]
+    """For each fragment the digest of Θ_p after its last outer step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +170,7 @@ class Keys:
     """Keys whose replicas are shut out at once, with what they have uploaded."""
 
 
-Body: TypeAlias = Create | Join | Outer | Snapshot | Leave | Keys
+Body: TypeAlias = Create | Join | Outer | Snapshot | Leave | Close | Keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +189,7 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """create, join, outer, snapshot, leave or keys."""
+        """create, join, outer, snapshot, leave, close or keys."""
         return type(self.body).__name__.lower()
 
 

@@ -1,6 +1,7 @@
 """The log in the store: the one reader of its entries, and the writer of the next one."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from diloco.files import expanded, sha256
 from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES, Body, Create, Entry, LogError, new_entry
 from diloco.rendezvous.log.keys import MOST_SIGNATURE_BYTES, Signed, Signer
 from diloco.rendezvous.log.run import RunState
-from diloco.rendezvous.store import Store
+from diloco.rendezvous.store import BadObjectError, Store
 from diloco.schema import converted, decoded
 
 FOR_EVER = float("inf")
@@ -130,7 +131,8 @@ class Log:
             StoreError: if the store can't be listed.
         """
         number = self.state.number
-        later = [name for name, _ in await self._store.list("log") if name > ENTRY.name(number)]
+        names = [name for name, _ in await self._store.list("log", after=ENTRY.name(number))]
+        later = [name for name in names if is_entry(name)]
         if later and await self._get(number) is None:
             raise LogError(f"{source_of(number)} is missing, and {later[0]} is there")
 
@@ -141,28 +143,47 @@ class Log:
             The entry that has the next number now, and whether it is this one.
 
         Raises:
-            LogError: if the entry would not be valid, another's is not, or the entry before is not there any more.
+            LogError: if the entry would not be valid, another's is not, or the store lacks the entry before it.
             StoreError: if the store can't be written.
         """
         number = self.state.number
         data = sealed_entry(body, self._signer, author=author, previous=self.state.previous, keys=self.state.keys)
         # Refuse here what everybody else would have to refuse.
         self.state.after(ENTRY.open(data, source_of(number)).header, sha256(data))
-        await self.check_there()
+        before = number - 1, self.state.previous
+        await self._check_there(*before)
         other = await self._store.create(ENTRY.name(number), data, patience_seconds=self.patience_seconds)
-        return (number, self._taken(data if other is None else other)), other is None
+        taken = number, self._taken(data if other is None else other)
+        if other is None:
+            await self._check_there(*before)  # the store may have come back without it while the request waited
+        return taken, other is None
 
     async def check_there(self) -> None:
-        """Refuse to go on alone in a directory that was emptied, or unmounted under this replica."""
-        if not self._store.is_directory:
+        """Refuse to go on where the store has not the newest entry that is known.
+
+        Raises:
+            LogError: if it is absent, or another.
+            StoreError: if the store can't be read.
+        """
+        await self._check_there(self.state.number - 1, self.state.previous)
+
+    async def check_mounted(self) -> None:
+        """The same for a directory: what was written below a mount point is gone when the mount is back."""
+        if self._store.is_directory:
+            await self.check_there()
+
+    async def _check_there(self, number: int, digest: str) -> None:
+        data = await self._get(number)
+        if data is not None and sha256(data) == digest:
             return
-        # Entry 0, since a write that an unmount has overtaken leaves the newest one behind.
-        data = await stored_entry(self._store, 0, patience_seconds=self.patience_seconds)
-        if data is None or sha256(data) != self.state.run:
-            raise LogError(
-                f"the run is not in {self._store.url} any more: the directory was emptied, or unmounted on this "
-                "computer; bring it back, and start this replica again"
+        if data is not None:
+            trouble = "is another one than this replica knows: the log was changed, or an older copy was put back"
+        else:
+            trouble = (
+                f"is not in {self._store.url} any more: the store has lost it, an older copy was put back, or the "
+                "directory was emptied, or unmounted on this computer"
             )
+        raise LogError(f"{source_of(number)} {trouble}; see what is there, and start this replica again")
 
     def _taken(self, data: bytes) -> Entry:
         """Check an entry, and go on to the state after it."""
@@ -176,14 +197,27 @@ class Log:
         return await stored_entry(self._store, number, patience_seconds=self.patience_seconds)
 
 
+def is_entry(name: str) -> bool:
+    """True for the name of an entry."""
+    return re.fullmatch(r"log/\d{10}", name) is not None
+
+
 def sealed_entry(body: Body, signer: Signer, *, author: int, previous: str, keys: int = 0) -> bytes:
     """The bytes of an entry with a nonce of its own."""
     return ENTRY.seal(new_entry(body, author=author, previous=previous, keys=keys), signer)
 
 
 async def stored_entry(store: Store, number: int, *, patience_seconds: float = 60.0) -> bytes | None:
-    """The bytes of an entry, which nobody has checked; None if it is not there."""
-    data = await store.get(ENTRY.name(number), most_bytes=MOST_ENTRY_BYTES, patience_seconds=patience_seconds)
+    """The bytes of an entry, which nobody has checked; None if it is not there.
+
+    Raises:
+        LogError: if what lies under its name is no file, or far too large.
+        StoreError: if the store can't be read.
+    """
+    try:
+        data = await store.get(ENTRY.name(number), most_bytes=MOST_ENTRY_BYTES, patience_seconds=patience_seconds)
+    except BadObjectError as error:
+        raise LogError(f"{source_of(number)} can't be read: {error}") from None
     return None if data is None else bytes(data)
 
 

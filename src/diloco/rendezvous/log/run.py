@@ -1,7 +1,7 @@
 """The state of a run: a pure function of its log."""
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -11,6 +11,7 @@ from diloco.rendezvous.log.entries import (
     FORMAT,
     MOST_REPLICAS,
     Checksum,
+    Close,
     Contribution,
     Create,
     Digest,
@@ -20,16 +21,16 @@ from diloco.rendezvous.log.entries import (
     Keys,
     Leave,
     LogError,
-    Name,
     Norm,
     Outer,
+    Positive,
     Rules,
     Snapshot,
 )
-from diloco.schema import Count
+from diloco.schema import Count, Name
 
-_MOST_TOKENS = 1 << 40
-"""Largest number of tokens, or steps, of one contribution."""
+MOST_TOKENS = 1 << 40
+"""The most tokens that a replica may declare for one contribution."""
 _MOST_NORMS = 64
 """Norms of which the running median is taken."""
 _FEWEST_NORMS = 8
@@ -42,6 +43,10 @@ class Member:
 
     name: Name
     key: Key
+    step_tokens: Positive
+    """The most tokens that one of its inner steps reads, as it has declared."""
+    most_steps: Positive
+    """The most inner steps between two of its sends of a fragment that are counted, as it has declared."""
     slot: Count
     """The replica's part of the text."""
     start: Count
@@ -131,7 +136,9 @@ class RunState:
     tokens: Count = 0
     """Tokens of all contributions."""
     finished: bool = False
-    """True if a replica has left because the token budget was spent."""
+    """True if a replica has left because the token budget is spent: the others take no more inner steps."""
+    closed: tuple[Checksum, ...] = ()
+    """For each fragment the digest of the last Θ_p; empty until an entry closes the run, which is the last one."""
 
     @property
     def keys(self) -> int:
@@ -141,7 +148,7 @@ class RunState:
     def is_active(self, replica: int) -> bool:
         """True if decisions wait for a replica."""
         member = self.members[replica]
-        if member.left or member.fenced:
+        if member.left or member.fenced or self.closed:
             return False
         return self.rules.quorum == "all" or self.num_outer - member.last_outer < 2 * self.rules.num_fragments
 
@@ -189,6 +196,8 @@ class RunState:
     def refusal(self, fragment: int, contribution: Contribution) -> str | None:
         """The reason why a payload can't enter the fragment's next outer step; None if it can"""
         log, replica = self.fragments[fragment], contribution.replica
+        if self.closed:
+            return "the run is closed"
         if replica >= len(self.members) or self.members[replica].fenced:
             return f"replica {replica} has not joined, or was replaced"
         if contribution.seq in self.last_seqs(replica) or contribution.seq <= log.last_seq.get(replica, -1):
@@ -200,14 +209,17 @@ class RunState:
         return self._refusal_of_amounts(contribution) or self.refusal_of_norm(fragment, contribution.norm)
 
     def _refusal_of_amounts(self, contribution: Contribution) -> str | None:
-        """The reason why the tokens can't be true: sums must fit 64 bits whatever an entry says."""
-        member = self.members[contribution.replica]
-        most = max(self.positions.get(member.slot, 0), member.start) + _MOST_TOKENS
+        """The reason why the tokens can't be true: they are more than the replica has declared at its join."""
+        member, steps, tokens = self.members[contribution.replica], contribution.steps, contribution.tokens
+        if steps > member.most_steps:
+            return f"it claims {steps} inner steps, and {member.name} has declared {member.most_steps} at the most"
+        if tokens > min(steps * member.step_tokens, MOST_TOKENS):
+            declared = f"{member.name} has declared {member.step_tokens} per step at the most"
+            return f"it claims {tokens} tokens in {steps} steps, and {declared}"
+        most = max(self.positions.get(member.slot, 0), member.start) + member.most_steps * member.step_tokens
         if not member.start <= contribution.position <= most:
             return f"position {contribution.position} is not in the text from {member.start} to {most}"
-        if max(contribution.tokens, contribution.steps) > _MOST_TOKENS:
-            return f"no replica reads {contribution.tokens} tokens in {contribution.steps} steps between two sends"
-        if max(self.tokens, member.steps) > _MOST_TOKENS << 20:
+        if max(self.tokens, member.steps) > MOST_TOKENS << 20:  # sums must fit 64 bits whatever an entry says
             return "the run has counted more tokens or steps than can be written down"
         return None
 
@@ -233,6 +245,12 @@ class RunState:
         refs = self.fragments[fragment].snapshots
         return bool(refs) and refs[-1].round >= round
 
+    def reached(self, rounds: Sequence[int]) -> int:
+        """Number of the newest entry up to which a replica that has taken so many rounds has every outer step."""
+        logs = zip(self.fragments, rounds, strict=True)
+        missing = (ref.number for log, num_taken in logs for ref in log.since if ref.body.round > num_taken)
+        return min(missing, default=self.number) - 1
+
     def cohort(self, contributions: Iterable[Contribution]) -> Cohort:
         """The replicas of an outer step, with their weights."""
         squared = self.rules.weights == "tokens_squared_per_step"
@@ -240,7 +258,7 @@ class RunState:
 
     def refusal_of_joiner(self, body: Join) -> str | None:
         """The reason why a replica can't join; None if it can."""
-        if self.finished:
+        if self.closed:
             return "joins a run that has ended"
         if self.creator and body.key not in self.allowed:
             return f"joins {body.name} with a key that is not on the run's allow-list"
@@ -249,6 +267,8 @@ class RunState:
         others = (m.key for m in self.members if m.name == body.name and m.key != body.key)
         if any(key in self.allowed for key in others):
             return f"joins {body.name} with another key than that of the replica which had the name before"
+        if body.step_tokens * body.most_steps > MOST_TOKENS:
+            return f"joins {body.name}, which declares more tokens for one outer gradient than {MOST_TOKENS}"
         if self.free_slot(body.name) is None:
             return f"joins {body.name}, and all {self.rules.num_slots} slots of the text are taken"
         return f"joins after {MOST_REPLICAS} others" if len(self.members) >= MOST_REPLICAS else None
@@ -286,6 +306,8 @@ class RunState:
         Raises:
             LogError: naming the entry, if it is not valid here.
         """
+        if self.closed:
+            self._refuse("follows the entry that closes the run")
         if entry.previous != self.previous:
             self._refuse("does not follow the entry before it: the log was changed")
         if entry.keys != self.keys:
@@ -298,11 +320,13 @@ class RunState:
         elif isinstance(body, Create):
             self._refuse("creates a run a second time")
         else:
-            self._check_author(entry.author)
+            self._check_author(entry)
             if isinstance(body, Outer):
                 state = self._stepped(entry.author, body)
             elif isinstance(body, Snapshot):
                 state = self._snapped(body)
+            elif isinstance(body, Close):
+                state = self._closing(body)
             else:
                 state = self._left(entry.author, body)
         return replace(state, number=self.number + 1, previous=digest)
@@ -313,16 +337,25 @@ class RunState:
             return entry.body.key
         if entry.author == -1:
             return self.creator
-        self._check_author(entry.author)
+        self._check_author(entry)
         return self.members[entry.author].key
 
     def check_goes_on(self, own: int, entry: Entry) -> None:
-        """Check that a replica is still in the run after an entry, which was written after its join.
+        """Check that a replica is still in the run after an entry, which it has not written, after its join.
 
         Raises:
             FencedError: if the entry ends it: another has its name or its slot, or its key was revoked.
+            LogError: if somebody else has written in its name.
         """
         body, member = entry.body, self.members[own]
+        if entry.author == own:
+            does = f"lets {member.name} leave" if isinstance(body, Leave) else f"is {entry.kind} by {member.name}"
+            raise LogError(
+                f"entry {self.number - 1} of the log {does}, and {member.name} did not write it: somebody else "
+                "writes to the store; create the run with keys (see diloco keys)"
+            )
+        if member.left:
+            return  # it only waits for the end of the run, which others can close
         if isinstance(body, Keys) and member.key in body.revoked:
             raise FencedError(f"the key of {member.name} was revoked by the run's creator: this replica ends")
         if isinstance(body, Join) and body.name == member.name:
@@ -339,11 +372,15 @@ class RunState:
     def _refuse(self, reason: str) -> NoReturn:
         raise LogError(f"entry {self.number} of the log {reason}")
 
-    def _check_author(self, author: int) -> None:
+    def _check_author(self, entry: Entry) -> None:
+        author = entry.author
         if not 0 <= author < len(self.members):
             self._refuse(f"is by replica {author}, which has not joined")
-        if self.members[author].left or self.members[author].fenced:
+        member, closes = self.members[author], isinstance(entry.body, Close)
+        if member.fenced or (member.left and not closes):
             self._refuse(f"is by replica {author}, which has left, or was replaced")
+        if closes and not (member.left and self.finished):
+            self._refuse("closes the run before its token budget is spent and its author has left")
 
     def _joined(self, entry: Entry, body: Join) -> "RunState":
         if entry.author != len(self.members):
@@ -355,7 +392,16 @@ class RunState:
         state = self._fencing(m.name == body.name or m.slot == slot for m in self.members)
         start = self.positions.get(slot, 0)
         joined = self.num_outer
-        member = Member(name=body.name, key=body.key, slot=slot, start=start, joined=joined, last_outer=joined)
+        member = Member(
+            name=body.name,
+            key=body.key,
+            step_tokens=body.step_tokens,
+            most_steps=body.most_steps,
+            slot=slot,
+            start=start,
+            joined=joined,
+            last_outer=joined,
+        )
         return replace(state, members=(*state.members, member))
 
     def _fencing(self, are_fenced: Iterable[bool]) -> "RunState":
@@ -380,6 +426,11 @@ class RunState:
     def _left(self, author: int, body: Leave) -> "RunState":
         members = (replace(m, left=True) if i == author else m for i, m in enumerate(self.members))
         return replace(self, members=tuple(members), finished=self.finished or body.finished)
+
+    def _closing(self, body: Close) -> "RunState":
+        if len(body.outer) != len(self.fragments):
+            self._refuse(f"closes the run with {len(body.outer)} fragments, and there are {len(self.fragments)}")
+        return replace(self, closed=body.outer)
 
     def _stepped(self, author: int, body: Outer) -> "RunState":
         if body.fragment >= len(self.fragments):

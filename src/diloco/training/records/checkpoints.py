@@ -380,7 +380,7 @@ class Checkpoints:
 
         A failure in one process is a failure in all.
         """
-        mine, failure = torch.zeros(len(items) + 1, 32, dtype=torch.uint8), None
+        mine, failure = torch.zeros(len(items) + 1, 32, dtype=torch.uint8, device="cpu"), None
         try:
             for index in range(self._shard, len(items), self._num_shards):
                 mine[index] = torch.frombuffer(bytearray(function(items[index])), dtype=torch.uint8)

@@ -139,7 +139,7 @@ class MetricsLog:
         steps = zip(_lines(path), read_metrics(run, replica), strict=True)
         write_atomically(path, [line.encode() for line, metrics in steps if metrics.step <= after_step])
         with writing(path):
-            self._file = path.open("a", buffering=1)
+            self._file = path.open("a", buffering=1, encoding="utf-8")
         self._tokens_before, self._trackers = tokens_before, trackers
 
     def write(self, metrics: StepMetrics) -> None:

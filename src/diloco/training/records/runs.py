@@ -336,7 +336,7 @@ def _locked(directory: Path, kind: int, setting: str) -> IO[str]:
     for _ in range(_MOST_ATTEMPTS):
         make_directory(directory)
         with writing(path), suppress(FileNotFoundError), ExitStack() as stack:
-            file = stack.enter_context(path.open("a+"))
+            file = stack.enter_context(path.open("a+", encoding="utf-8", errors="replace"))
             _lock(directory, file, kind, setting)
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 stack.pop_all()
@@ -350,7 +350,7 @@ def check_not_running(directory: Path) -> None:
     Raises:
         UserError: as `running`.
     """
-    with suppress(FileNotFoundError), (directory / LOCK_FILE).open() as file:
+    with suppress(FileNotFoundError), (directory / LOCK_FILE).open(encoding="utf-8", errors="replace") as file:
         _lock(directory, file, fcntl.LOCK_SH | fcntl.LOCK_NB, "name")
 
 

@@ -30,6 +30,7 @@ from diloco.training.world import World
 
 if TYPE_CHECKING:
     from diloco.rendezvous.log.run import RunState
+    from diloco.rendezvous.store_rendezvous import StoreRendezvous
 
 OUTER_FILE = "outer.safetensors"
 """The file of the final outer parameters in a run's directory."""
@@ -113,6 +114,10 @@ class Summary:
     """bf16, bf16-params or fp32."""
     contributors: Mapping[str, Contributor] = field(default_factory=dict)
     """With a rendezvous, the replicas whose work the outer steps have counted, by name."""
+    entry: Count | None = None
+    """With a rendezvous, the entry of the log after which these are the outer parameters."""
+    closed: bool | None = None
+    """With a rendezvous, true if that entry closes the run: no outer step follows it."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +225,8 @@ def _summary(
 ) -> dict[str, Any]:
     num_params = sum(parameter.numel() for parameter in state.model.parameters())
     num_trained = sum(parameter.numel() for parameter in state.model.parameters() if parameter.requires_grad)
-    counted = {} if world.rendezvous is None else contributors(world.rendezvous.state)
+    rendezvous = world.rendezvous
+    counted = {} if rendezvous is None else contributors(rendezvous.state)
     num_replicas = len(counted) or config.num_replicas
     utilization = model_flops_utilization(config.step_flops, world.device, state.seconds / state.step)
     replica_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
@@ -246,7 +252,16 @@ def _summary(
         "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_trained, num_replicas) * state.step,
         "device": world.device.type,
         "precision": "bf16" if world.autocast else "fp32" if config.precision == "auto" else config.precision,
-    } | ({"contributors": {name: asdict(part) for name, part in counted.items()}} if counted else {})
+    } | ({} if rendezvous is None else _of_the_log(rendezvous, counted))
+
+
+def _of_the_log(rendezvous: "StoreRendezvous", counted: Mapping[str, Contributor]) -> dict[str, Any]:
+    """The results of a run whose replicas come and go, which its log tells."""
+    return {
+        "contributors": {name: asdict(part) for name, part in counted.items()},
+        "entry": rendezvous.entry,
+        "closed": rendezvous.is_closed,
+    }
 
 
 def _sample(model: LanguageModel, tokenizer: Tokenizer, *, context: int, seed: int, num_tokens: int = 200) -> str:

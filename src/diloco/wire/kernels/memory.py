@@ -84,7 +84,7 @@ def mark(device: torch.device, stream: Any) -> Callable[[], None]:
 
 def pinned_copy(tensor: Tensor) -> Tensor:
     """A copy in pinned memory, which torch keeps for the next copies; the host may read it after a wait."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
     return copy.copy_(tensor, non_blocking=True)
 
 

@@ -77,7 +77,9 @@ def _compile(compiler: list[str], output: Path) -> None:
     complaint = ""
     for processor_flags in _PROCESSOR_FLAGS:
         command = [*compiler, *_FLAGS, *processor_flags, str(_SOURCE), "-o", str(output), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=300, check=False
+        )
         if done.returncode == 0:
             return
         complaint = " ".join(done.stderr.split())[-300:]
@@ -87,7 +89,7 @@ def _compile(compiler: list[str], output: Path) -> None:
 def _processor() -> str:
     """The properties of the processor on which -march=native depends."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return platform.processor()
     return repr(

@@ -1,0 +1,110 @@
+"""Scripts that set torch's default dtype: the engine's bits are the same."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tests.engine.cases import Case, inner_step, outer_of
+from tests.processes import run_replicas
+from tests.rendezvous.replicas import P, Replica, new_model
+from torch import nn
+
+import diloco
+from diloco.outer.digest import parameters_hash
+from diloco.wire.formats import FORMATS
+
+DEFAULTS = [torch.float32, torch.bfloat16, torch.float64]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def train_fixed_groups() -> list[list[str]]:
+    """For each default dtype the hashes of what each codec and reduction makes of Θ, Δ_p and the logs."""
+    results = []
+    for dtype in DEFAULTS:
+        hashes = []
+        for wire in FORMATS:
+            for combine in ("gather", "reduce_scatter:bf16"):
+                beta = 0.5 if combine == "gather" and wire != "dare" else None
+                case = Case(P=2, layers_per_fragment=2, wire=wire, combine=combine, beta=beta)
+                model = case.model()
+                with default_dtype(dtype):
+                    hashes.append(parameters_hash(dict(enumerate(trained(case, model)))))
+        results.append(hashes)
+    return results
+
+
+def trained(case: Case, model: nn.Module) -> list[torch.Tensor]:
+    engine = case.engine(model)
+    made = []
+    for t in range(1, case.T + 1):
+        inner_step(model, engine.exchange.replica, t)
+        for outer_step in engine.step():
+            outer_step.begin(layer_cosine=True)
+            made += [
+                outer_step.average,
+                *outer_step.deltas,
+                torch.tensor([outer_step.norm()], dtype=torch.float64),
+            ]
+            if outer_step.deltas:
+                made.append(torch.tensor([outer_step.mean_cosine()], dtype=torch.float64))
+    engine.load_state_dict(engine.state_dict())
+    logs = engine.logs()
+    made.append(torch.tensor([logs["distance_to_outer"], logs["codec_error"]], dtype=torch.float64))
+    engine.finish()
+    return [*made, torch.from_numpy(outer_of(engine))]
+
+
+def test_a_fixed_group_makes_the_same_bits():
+    for first, *others in run_replicas(train_fixed_groups, 2, timeout_seconds=120):
+        assert others == [first] * 2
+
+
+def send_zeros() -> None:
+    """A fragment that nobody trains."""
+    for dtype in DEFAULTS:
+        torch.manual_seed(0)
+        model = nn.Linear(32, 32)
+        with default_dtype(dtype):
+            engine = diloco.StreamingDiLoCo(
+                model,
+                fragments="whole",
+                sync_every=2,
+                overlap_steps=1,
+                exchange=diloco.ProcessGroupExchange(timeout_seconds=20),
+            )
+            for _ in range(5):
+                engine.step()
+            engine.finish()
+
+
+def test_equal_payloads_of_zeros_are_no_mistake():
+    run_replicas(send_zeros, 2)
+
+
+@pytest.mark.parametrize("dtype", DEFAULTS)
+@pytest.mark.parametrize(("combine", "wire"), [("gather", "e3m0"), ("reduce_scatter", "fp32")])
+def test_replicas_that_meet_in_a_store(tmp_path, combine, wire, dtype):
+    models = [new_model() for _ in range(2)]
+    outer_steps = []
+    with default_dtype(dtype):
+        settings = {"combine": combine, "wire": wire, "error_feedback": 1.0, "patience": 0}
+        replicas = [Replica(str(tmp_path), name=str(n), model=m, **settings) for n, m in enumerate(models)]
+        deadline = time.monotonic() + 20
+        while min(rounds := [sum(replica.rounds) for replica in replicas]) < 3 * P:
+            assert time.monotonic() < deadline, rounds
+            outer_steps += [outer_step for replica in replicas for outer_step in replica.step(pause_seconds=0.002)]
+        assert all(outer_step.average.dtype == torch.float32 for outer_step in outer_steps)
+        for replica in replicas:
+            assert replica.engine._membership.failure is None
+            assert all(theta.dtype == torch.float32 for theta in replica.model.parameters())
+            replica.finish()

@@ -1,0 +1,219 @@
+"""The end of a run whose replicas come and go: one entry closes it, and all replicas have the Θ that it names."""
+
+import logging
+import shutil
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.engine.test_elastic import counted, until
+from tests.engine.test_elastic_ends import cut_off
+from tests.rendezvous.replicas import H, P, Replica, new_model
+
+from diloco.errors import DisagreementError, ExchangeError, UserError
+from diloco.outer.digest import parameters_hash
+from diloco.rendezvous.contract import Offer
+from diloco.rendezvous.log.entries import LogError
+from diloco.rendezvous.replay import Replay, replayed
+
+BUDGET = 60 * P * 8
+"""Tokens that the replicas train on together, counted over all fragments."""
+
+
+def replay_of(folder: Path) -> Replay:
+    return replayed(str(folder), initial=lambda facts: dict(new_model().named_parameters()))
+
+
+def hurried(replica: Replica) -> Replica:
+    """A replica that waits for others no longer than a moment before it closes the run."""
+    follower = replica.exchange._seated.follower
+    follower._pace = replace(follower._pace, close_seconds=0.4, patience=0)
+    return replica
+
+
+def train_to_the_end(replica: Replica, pause_seconds: float) -> None:
+    """The loop of the documentation."""
+    run = replica.exchange
+    while not run.state.finished and run.state.tokens < BUDGET:
+        replica.step(pause_seconds=pause_seconds)
+    replica.seen(replica.engine.finish(close=True))
+    run.leave()
+
+
+@pytest.mark.parametrize("quorum", ["majority", "all"])
+def test_replicas_of_other_paces_end_with_the_last_entry(quorum: str, tmp_path, caplog) -> None:
+    replicas = [Replica(str(tmp_path), name=name, quorum=quorum) for name in "abc"]
+    threads: list[threading.Thread] = []
+    with caplog.at_level(logging.WARNING, "diloco"):
+        for replica, pause_seconds in zip(replicas, (0.002, 0.005, 0.011), strict=True):
+            threads.append(threading.Thread(target=train_to_the_end, args=(replica, pause_seconds)))
+            threads[-1].start()
+        for thread in threads:
+            thread.join(60)
+    replay = replay_of(tmp_path)
+    last = replay.state.number - 1
+    assert replay.checked.closed_by == last and replay.checked.steps == replay.state.num_outer
+    assert {replica.engine.outer_hash() for replica in replicas} == {parameters_hash(replay.parameters())}
+    for replica in replicas:
+        assert replica.exchange.is_closed and replica.exchange.entry == last
+        assert replica.rounds == [log.round for log in replay.state.fragments]
+    assert "closes the run" not in caplog.text, "nobody has another entry"
+
+
+def test_a_replica_that_ends_alone_says_which_entry_it_has(tmp_path, caplog) -> None:
+    early, other = Replica(str(tmp_path), name="early"), Replica(str(tmp_path), name="other")
+    until(lambda: min(min(counted(early)), min(counted(other))) >= 0, early, other)
+    with caplog.at_level(logging.WARNING, "diloco"):
+        early.finish()
+    entry = early.exchange.entry
+    assert f"early ends with the outer parameters after entry {entry} of the log of" in caplog.text
+    assert not early.exchange.is_closed
+    theta = early.engine.outer_hash()
+    rounds = min(other.rounds) + 2
+    until(lambda: min(other.rounds) >= rounds, other)
+    hurried(other)
+    other.engine.finish(close=True)
+    other.exchange.leave()
+    assert other.exchange.is_closed and other.engine.outer_hash() != theta
+    shutil.copytree(tmp_path, copy := tmp_path.with_name("copy"))
+    for path in sorted(Path(copy, "log").iterdir())[entry + 1 :]:
+        path.unlink()
+    assert parameters_hash(replay_of(copy).parameters()) == theta, "the entry that it has named"
+
+
+def until_it_waits(replica: Replica) -> threading.Thread:
+    """End a replica in a thread, which waits there for the others."""
+
+    def end() -> None:
+        with suppress(ExchangeError):  # it may be killed there
+            replica.seen(replica.engine.finish(close=True))
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not replica.exchange.state.finished:
+        assert time.monotonic() < deadline, "it does not end the run"
+        time.sleep(0.005)
+    return thread
+
+
+def test_a_replica_that_died_does_not_hold_up_the_end_for_long(tmp_path) -> None:
+    ours, dead = hurried(Replica(str(tmp_path), name="ours")), Replica(str(tmp_path), name="dead")
+    until(lambda: min(min(counted(ours)), min(counted(dead))) >= 0, ours, dead)
+    dead.vanish()
+    assert ours.exchange.state.is_active(dead.exchange.replica)
+    started = time.monotonic()
+    ours.engine.finish(close=True)
+    assert ours.exchange.is_closed and time.monotonic() - started < 10
+    ours.exchange.leave()
+    assert ours.engine.outer_hash() == parameters_hash(replay_of(tmp_path).parameters())
+
+
+def test_another_closes_the_run_where_the_first_that_ends_it_dies(tmp_path) -> None:
+    first, other = Replica(str(tmp_path), name="first"), Replica(str(tmp_path), name="other")
+    until(lambda: min(min(counted(first)), min(counted(other))) >= 0, first, other)
+    waiting = until_it_waits(first)
+    first.vanish()
+    while not other.exchange.state.finished:
+        other.step(pause_seconds=0.003)
+    other.engine.finish()  # the run is finished: it ends with it
+    assert other.exchange.is_closed
+    assert other.engine.outer_hash() == parameters_hash(replay_of(tmp_path).parameters())
+    other.exchange.leave()
+    waiting.join(30)
+
+
+def test_a_replica_that_joins_after_all_have_died_closes_the_run(tmp_path) -> None:
+    ours, other = Replica(str(tmp_path), name="ours"), Replica(str(tmp_path), name="other")
+    until(lambda: min(min(counted(ours)), min(counted(other))) >= 0, ours, other)
+    waiting = until_it_waits(ours)  # for the other one
+    for replica in (ours, other):
+        replica.vanish()
+    again = hurried(Replica(str(tmp_path), name="ours"))
+    assert again.exchange.state.finished
+    again.step()
+    again.finish()
+    assert again.exchange.is_closed
+    assert again.engine.outer_hash() == parameters_hash(replay_of(tmp_path).parameters())
+    waiting.join(30)
+
+
+def test_a_replica_that_trains_on_after_the_end_is_told_so_and_ends_with_it(tmp_path, caplog) -> None:
+    ours, slow = hurried(Replica(str(tmp_path), name="ours")), Replica(str(tmp_path), name="slow")
+    until(lambda: min(min(counted(ours)), min(counted(slow))) >= 0, ours, slow)
+    until(lambda: bool(slow.engine._membership.in_flight), slow)  # its last payloads come too late, or not
+    ours.engine.finish(close=True)
+    ours.exchange.leave()
+    with caplog.at_level(logging.WARNING, "diloco"):
+        for _ in range(3 * H):
+            slow.step(pause_seconds=0.01)
+    assert caplog.text.count("the run is closed, and counts nothing more: finish") == 1
+    number = slow.exchange.state.number
+    slow.finish()
+    assert slow.exchange.is_closed and slow.exchange.entry == number - 1
+    assert not slow.engine._membership.in_flight
+    assert slow.engine.outer_hash() == ours.engine.outer_hash()
+    with pytest.raises(LogError, match=r"a run that has ended: diloco export .* writes its outer"):
+        Replica(str(tmp_path), name="late")
+
+
+def test_a_store_that_is_gone_at_the_end_is_waited_for_and_then_said(tmp_path, monkeypatch, caplog) -> None:
+    ours = Replica(str(tmp_path), name="ours", timeout_seconds=0.5)
+    until(lambda: min(counted(ours)) >= 0 and not ours.engine._membership.in_flight, ours)
+    cut_off(monkeypatch)
+    rounds, started = list(ours.rounds), time.monotonic()
+    with caplog.at_level(logging.WARNING, "diloco"):
+        ours.seen(ours.engine.finish(close=True))
+        ours.exchange.leave()
+    assert time.monotonic() - started < 10
+    entry = ours.exchange.entry
+    assert f"ours ends with the outer parameters after entry {entry} of the log" in caplog.text
+    assert (
+        not ours.exchange.is_closed and entry == ours.exchange.state.reached(ours.rounds) and ours.rounds >= rounds
+    )
+
+
+def test_a_replica_whose_last_outer_step_gave_other_bits_says_so(tmp_path) -> None:
+    ours, other = hurried(Replica(str(tmp_path), name="ours")), Replica(str(tmp_path), name="other")
+    until(lambda: min(min(counted(ours)), min(counted(other))) >= 0, ours, other)
+    waiting = until_it_waits(other)
+    ours.engine.finish(close=True)
+    waiting.join(30)
+    membership = other.engine._membership
+    membership.replica.state.use("outer", 1).add_(1.0)
+    membership._take_digests(1, ("outer",))
+    with pytest.raises(DisagreementError, match="fragment 1 after the run's last outer step are not tho"):
+        other.engine.finish(close=True)
+
+
+def test_tokens_beyond_those_that_were_declared_are_refused_before_they_are_sent(tmp_path) -> None:
+    ours = Replica(str(tmp_path), step_tokens=8)
+    until(lambda: min(counted(ours)) >= 0, ours)
+    with pytest.raises(UserError, match=r"inner steps read \d+ tokens, and this .* declared step_tokens=8"):
+        while True:
+            ours.step(tokens=9)
+    ours.vanish()
+
+
+def test_a_payload_that_claims_tokens_which_cannot_be_is_counted_by_nobody(tmp_path) -> None:
+    """A liar's own checks are off: it uploads what its join does not allow."""
+    ours, liar = Replica(str(tmp_path), name="ours"), Replica(str(tmp_path), name="liar", step_tokens=8)
+    until(lambda: min(min(counted(ours)), min(counted(liar))) >= 0, ours, liar)
+    seat = liar.engine._membership.joined.seat
+    offer, lies = seat.offer, list[int]()
+
+    def false_offer(one: Offer, *contents) -> None:
+        lies.append(one.seq)
+        offer(replace(one, tokens=1 << 39), *contents)
+
+    seat.offer = false_offer
+    until(lambda: bool(lies), ours, liar)
+    rounds, first = ours.rounds[0], lies[0]
+    until(lambda: min(ours.rounds) >= rounds + 3, ours, liar)
+    assert max(counted(liar)) < first and ours.exchange.state.tokens < 1 << 30
+    for replica in (ours, liar):
+        replica.vanish()
+    assert replay_of(tmp_path).checked.steps
