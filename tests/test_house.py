@@ -232,6 +232,16 @@ def test_files_of_text_name_their_encoding():
     assert not wrong, "\n".join(wrong)
 
 
+def test_everything_that_rich_shows_is_shown_on_the_screen():
+    """A console of rich's own would have the terminal obey what strangers wrote."""
+    calls = [f"{place(path)}:{node.lineno}" for path in sources() for node in nodes(path) if is_console(node)]
+    assert not calls, f"take Screen: {calls}"
+
+
+def is_console(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Console"
+
+
 IMPORTED_ALONE = """
 import importlib, sys
 for name in sys.argv[1:]:

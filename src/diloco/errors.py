@@ -79,6 +79,18 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f": did you mean {matches[0]}?" if matches else ""
 
 
+def printable(text: str) -> str:
+    """A text as a terminal may show it, which obeys control characters, or reorders letters: U+FFFD for each.
+
+    >>> printable("a\\tb\\n\\x1b]0;title\\x07")
+    'a\\tb\\n\ufffd]0;title\ufffd'
+    """
+    return _CONTROLS.sub("\ufffd", text)
+
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
 class MissingLibraryError(UserError, ImportError):
     """An optional library is not installed."""
 

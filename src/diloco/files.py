@@ -122,10 +122,13 @@ def create(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         FileExistsError: if its name is taken.
         OSError: if it can't be written; nothing is left of it.
     """
-    _make_durably(path.parent)
     partial = path.with_name(f"{path.name}#{secrets.randbelow(1 << 60)}")  # a name that no list of a store shows
     try:
-        _write_durably(partial, chunks)
+        try:
+            _write_durably(partial, chunks)
+        except FileNotFoundError:
+            _make_durably(path.parent)
+            _write_durably(partial, chunks)
         os.link(partial, path)
     finally:
         with suppress(OSError):
@@ -135,9 +138,11 @@ def create(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 def _write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Write a file that is not there, and wait until it is on disk."""
-    with path.open("xb") as file:
-        file.writelines(chunks)
-        file.flush()
+    with path.open("xb", buffering=0) as file:
+        for chunk in chunks:
+            rest = memoryview(chunk).cast("B")
+            while rest:
+                rest = rest[file.write(rest) :]
         os.fsync(file.fileno())
 
 

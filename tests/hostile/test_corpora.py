@@ -159,7 +159,7 @@ def test_what_unpacks_to_much_takes_little_memory(tmp_path):
     for name, place in (("line.jsonl.gz", "line 1"), ("text.txt.gz", "the text"), ("text.txt.zst", "the text")):
         assert outcomes[name] == f"FileError {tmp_path / name} can't be read: {place} {too_long}"
     assert outcomes["field.csv.gz"] == f"FileError {tmp_path}/field.csv.gz can't be read: row 1 {too_long}"
-    assert outcomes["line.jsonl"] == f"UserError {tmp_path}/line.jsonl can't be read: line 1 {too_long}"
+    assert outcomes["line.jsonl"] == f"FileError {tmp_path}/line.jsonl can't be read: line 1 {too_long}"
     assert outcomes["lines.jsonl.gz"] == "1000"
     assert outcomes["deep.jsonl"].endswith("line 1 is not JSON: its lists and objects are nested too deep")
 

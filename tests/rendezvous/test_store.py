@@ -168,7 +168,7 @@ def test_an_object_in_a_directory_is_on_disk_before_its_name_shows(tmp_path: Pat
 def test_what_is_no_file_is_refused_at_once(make, kind: str, tmp_path: Path):
     make(tmp_path / "0")
     store, started = Store.open(str(tmp_path)), time.monotonic()
-    for request in (lambda: store.get("0", most_bytes=4), lambda: store.create("0", b"mine")):
+    for request in (lambda: store.check_kind("0"), lambda: store.create("0", b"mine")):
         with pytest.raises(StoreError, match=f"0 in {tmp_path} is {kind}"):
             asyncio.run(request())
     assert time.monotonic() - started < 5

@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -168,6 +169,13 @@ def test_nothing_that_a_stranger_wrote_is_markup(finished_run, tmp_path):
     assert section["title"] == run.name and section["facts"]["outer hash"] == EVIL[:16]
     text = (tmp_path / "report.html").read_text()
     assert text.count("<script") == text.count("</script>") == 2 and html.escape(run.name) in text
+
+
+def test_a_run_in_a_directory_whose_name_is_not_utf8_is_reported(finished_run, tmp_path):
+    run = tmp_path / os.fsdecode(b"caf\xe9")
+    shutil.copytree(finished_run, run, ignore=shutil.ignore_patterns("checkpoints"))
+    (section,) = reported(tmp_path, run)["sections"]
+    assert section["title"] == run.name and "caf?</title>" in (tmp_path / "report.html").read_text()
 
 
 def test_several_runs_are_compared_at_the_top(finished_run, tmp_path):

@@ -255,6 +255,10 @@ def test_a_run_that_nobody_closes_is_summed_up_and_said(config, tmp_path, monkey
     replay = replayed(run.rendezvous, initial=initial_parameters)
     assert total["outer_hash"] == parameters_hash(replay.parameters()), "of the entries that there are"
     assert replay.state.finished and not replay.state.closed
+    monkeypatch.undo()
+    train(run, resume=True)
+    assert summary(run.directory)["closed"] is True, "a resume after the last step closes the run"
+    assert replayed(run.rendezvous, initial=initial_parameters).checked.closed_by is not None
 
 
 def train_together(config: TrainConfig) -> list[float]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 import tyro
 
+from diloco.cli._streams import styled
 from diloco.errors import DilocoError, UserError, nearest
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def choose(commands: Mapping[str, Callable[..., None]], arguments: Sequence[str]
     if arguments and arguments[0] in commands:
         call(commands[arguments[0]], arguments[1:], prog=f"{prog} {arguments[0]}")
     elif asks_for_help(arguments):
-        tyro.extras.subcommand_cli_from_dict(dict(commands), prog=prog, args=arguments)
+        with styled():
+            tyro.extras.subcommand_cli_from_dict(dict(commands), prog=prog, args=arguments)
     else:
         raise unknown_choice(arguments, commands, prog=prog)
 
@@ -72,7 +74,7 @@ def parsed(kind: Callable[..., Any], arguments: Sequence[str], *, prog: str, **o
         SystemExit: after help.
     """
     try:
-        with redirect_stderr(io.StringIO()):
+        with redirect_stderr(io.StringIO()), styled():
             value, unknown = tyro.cli(kind, prog=prog, args=arguments, return_unknown_args=True, **options)
     except SystemExit as end:
         if not end.code:

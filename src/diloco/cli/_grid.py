@@ -4,12 +4,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.live import Live
 
 from diloco.errors import UserError
 from diloco.experiments.runner.grid import GridProgress
 from diloco.experiments.runner.machines import LocalMachine, Machines, RayCluster
+from diloco.report.terminal.screen import Screen
 from diloco.report.terminal.watching import GridView
 
 _SECONDS_IN_A_TERMINAL = 1.0
@@ -34,7 +34,7 @@ def machines_of(cores: int | None, ray: str | None) -> Machines:
 @contextmanager
 def grid_progress(name: str) -> Iterator[Callable[[GridProgress], None]]:
     """Lines that are kept up to date, or printed now and then without a terminal; yields a callback for news."""
-    console = Console(stderr=True)
+    console = Screen(stderr=True)
     view, over, is_terminal = GridView(name), threading.Event(), console.is_terminal
 
     def show(live: Live) -> None:

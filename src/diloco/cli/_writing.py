@@ -1,6 +1,5 @@
 """The flags with which a run's model writes text, for `diloco generate` and `diloco chat`."""
 
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,10 +74,7 @@ def as_utf8() -> Iterator[None]:
 
 
 def show(pieces: Iterable[str]) -> Iterator[str]:
-    """Print pieces of text as they come, on a terminal without control characters, and pass them on."""
-    from diloco.report.text import printable  # with torch, which the help needs not
-
-    shown = printable if sys.stdout is not None and sys.stdout.isatty() else str
+    """Print pieces of text as they come, and pass them on."""
     for piece in pieces:
-        print(shown(piece), end="", flush=True)
+        print(piece, end="", flush=True)
         yield piece

@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from diloco.cli._command import choose
 from diloco.data.config import DataConfig
 from diloco.data.prepare import prepare
 from diloco.data.shards import read_index, total
 from diloco.errors import UserError
+from diloco.report.terminal.screen import Screen
 from diloco.report.terminal.training import preparation_progress
 
 HELP = "prepare text for training: diloco data prepare --output DIRECTORY [--field value …]"
@@ -34,7 +34,7 @@ def _prepare(output: Path, data: Annotated[DataConfig, tyro.conf.arg(name="")] =
             "data.prepared and data.cache mean nothing here, where text is prepared in output: leave both out",
             *("data.prepared", "data.cache", "output"),
         )
-    with preparation_progress(Console(stderr=True)) as progress:
+    with preparation_progress(Screen(stderr=True)) as progress:
         prepare(data, output, progress=progress)
     index = read_index(output)
     for split, shards in index.splits.items():

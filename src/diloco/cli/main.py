@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import io
 import math
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from diloco import cli
 from diloco.cli._explain import explained
+from diloco.cli._streams import safe_streams
 from diloco.errors import UserError, nearest
 from diloco.version import __version__
 
@@ -21,10 +21,7 @@ from diloco.version import __version__
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line; exits with 0, with 1 when a run fails, with 2 for a user's mistake."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a locale that lacks a character is no failure
-    with explained():
+    with safe_streams(), explained():
         if words and words[0] in verbs():
             import_module(f"{cli.__name__}.{words[0]}").run(words[1:])
         else:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 from safetensors.torch import load_file
 
 from diloco.cli._command import choose
@@ -18,6 +17,7 @@ from diloco.rendezvous.check import StoreCheck, check_store
 from diloco.rendezvous.log.log import open_run
 from diloco.rendezvous.replay import Initial, Replay
 from diloco.report.stores import StoreTail, store_section
+from diloco.report.terminal.screen import Screen
 from diloco.report.terminal.watching import section_view
 from diloco.training.records.store_runs import initial_parameters
 
@@ -72,7 +72,7 @@ def _status(url: tyro.conf.Positional[str], json: bool = False) -> None:
     if json:
         print(json_module.dumps(dataclasses.asdict(store.status)))
     else:
-        Console().print(section_view(store_section(store)))
+        Screen().print(section_view(store_section(store)))
 
 
 def _verify(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from diloco.cli._command import spelled
 from diloco.cli._explain import hinted
@@ -19,6 +18,7 @@ from diloco.experiments.runner.grid import LabelledRun, adopt
 from diloco.experiments.runner.machines import Machines
 from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.experiments.runner.sweep import EXTENDED, Sweep, run_sweep
+from diloco.report.terminal.screen import Screen
 from diloco.report.terminal.training import preparation_progress
 from diloco.scaling.table import read_table
 from diloco.training.config.config import TrainConfig
@@ -82,7 +82,7 @@ def _sweep_of(command: Command) -> Sweep:
     if command.cores is not None and command.cores < 1:
         raise UserError(f"cores={command.cores} must be at least 1; left out, all are used", "cores")
     axes, then = _axes("axis", command.axis), _axes("then", command.then)
-    with preparation_progress(Console(stderr=True)) as progress:
+    with preparation_progress(Screen(stderr=True)) as progress:
         prepared = resolve_data(config.data, progress=progress)
     return Sweep(
         base=config,

@@ -134,8 +134,7 @@ def _budget(words: Mapping[str, str]) -> Budget | None:
 
 def _start(command: Command, budget: Budget | None) -> None:
     """Prepare the run; then start it, or print what it would be."""
-    from rich.console import Console
-
+    from diloco.report.terminal.screen import Screen
     from diloco.report.terminal.training import change_lines, forecast_lines, preparation_progress, start_lines
     from diloco.training.config.forecast import forecast
     from diloco.training.prepare import prepare_run
@@ -154,7 +153,7 @@ def _start(command: Command, budget: Budget | None) -> None:
     own = None if command.resume is not None else own_run(command.config)
     resume = command.resume or own
     with nullcontext() if command.dry_run else prepared():
-        with preparation_progress(Console(stderr=True)) as progress:
+        with preparation_progress(Screen(stderr=True)) as progress:
             asked = prepare_run(command.config, resume=command.resume, own=own, budget=budget, progress=progress)
         config = resolved(asked)
         saved = config if resume is None else read_config(resume)
@@ -220,12 +219,11 @@ def _train(asked: TrainConfig, *, is_resume: bool) -> None:
 
 def _replica(asked: TrainConfig, is_resume: bool) -> None:
     """Train one replica, or one of its shards, in this process; the first shows progress and outcome."""
-    from rich.console import Console
-
+    from diloco.report.terminal.screen import Screen
     from diloco.report.terminal.training import TrainingProgress, print_outcome
     from diloco.training.loop import train
 
-    config, console = resolved(asked), Console()
+    config, console = resolved(asked), Screen()
     progress = TrainingProgress(config, console) if int(os.environ["RANK"]) == 0 else None
     on_start = None if progress is None else partial(progress.started, is_resume=is_resume)
     try:

@@ -64,12 +64,12 @@ def _serve(sources: "Sources", title: str, port: int) -> None:
 
 def _show(sources: "Sources", every_seconds: float) -> None:
     """Show the state in place on a terminal, and elsewhere one below the other."""
-    from rich.console import Console
     from rich.live import Live
 
+    from diloco.report.terminal.screen import Screen
     from diloco.report.terminal.watching import page_view
 
-    console = Console()
+    console = Screen()
     with Live(console=console, auto_refresh=False) as live:
         while True:
             sources.again()

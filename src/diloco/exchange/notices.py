@@ -10,12 +10,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from threading import Event, Thread, current_thread
 from typing import ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from diloco.errors import ExchangeError
+from diloco.errors import ExchangeError, printable
 from diloco.exchange.transport import SAME_NUMBER_OF_STEPS, Store, Tag
 
 P = ParamSpec("P")
@@ -34,15 +35,16 @@ def within(seconds: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.k
 def in_thread(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
     """Start a call in a thread of its own; its result, which another thread may set before it returns."""
     result: Future[T] = Future()
+    calls = [partial(call, *args, **kwargs)]  # what it holds, such as a listener, is free once it returns
 
     def run() -> None:
         with suppress(InvalidStateError):
             try:
-                result.set_result(call(*args, **kwargs))
-            except InvalidStateError:
-                raise
+                value = calls.pop()()
             except BaseException as error:
                 result.set_exception(error)
+            else:
+                result.set_result(value)
 
     Thread(target=run, name="bounded call", daemon=True).start()
     return result
@@ -257,8 +259,7 @@ _SECONDS_TO_BE_READ = 3.0
 
 def _readable(failure: bytes) -> str:
     """A replica's words, without what a terminal would obey."""
-    text = failure[:_LONGEST_FAILURE].decode(errors="replace")
-    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
+    return printable(failure[:_LONGEST_FAILURE].decode(errors="replace"))
 
 
 def _look_again_and_again(notices: "weakref.ref[Notices]", ended: Event) -> None:

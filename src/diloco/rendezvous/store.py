@@ -329,6 +329,8 @@ SLOWEST_BYTES_S = 1 << 17
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 3.0
 _SECONDS_TO_WARNING = 30.0
+_SECONDS_TO_DOUBT = 1.0
+"""Time without an answer from a directory, after which a name's kind is looked at."""
 
 
 @dataclass(frozen=True)
@@ -402,13 +404,12 @@ class Store:
         outages = [outage for retry in list(self._under_way) if (outage := retry.outage) is not None]
         return min(outages, key=lambda outage: outage.since, default=None)
 
-    async def get(
-        self, name: str, *, most_bytes: int, patience_seconds: float = 60.0
-    ) -> "obstore.Bytes | bytes | None":
+    async def get(self, name: str, *, most_bytes: int, patience_seconds: float = 60.0) -> "obstore.Bytes | None":
         """The bytes of an object, in the memory into which they were received; None if it is absent.
 
         Raises:
-            BadObjectError: if it has more than `most_bytes`, none of which is received then, or is no file.
+            BadObjectError: if it has more than `most_bytes`, none of which is received then, or is a pipe; other
+                kinds that are no file count as absent.
         """
         with _Retry(self, f"read {name}", patience_seconds) as retry:
             return await retry.until_done(lambda: self._get(name, most_bytes, retry))
@@ -454,6 +455,7 @@ class Store:
                 if there is not None:
                     return None if _same(there, parts, num_bytes) else bytes(there)
                 if is_taken:
+                    await self.check_kind(name)
                     retry.fails("the store says that it exists, and then that it does not")
             except _Again:
                 pass
@@ -495,7 +497,7 @@ class Store:
         except FileNotFoundError:
             return []
 
-    async def _get(self, name: str, most_bytes: int, retry: "_Retry") -> "obstore.Bytes | bytes | None":
+    async def _get(self, name: str, most_bytes: int, retry: "_Retry") -> "obstore.Bytes | None":
         """One attempt to read an object; `_Again` for passing trouble."""
         result = await self._begun(name, most_bytes, retry)
         if result is None:
@@ -514,7 +516,7 @@ class Store:
             raise _Again
         return data
 
-    async def _begun(self, name: str, most_bytes: int, retry: "_Retry") -> "obstore.GetResult | _File | None":
+    async def _begun(self, name: str, most_bytes: int, retry: "_Retry") -> "obstore.GetResult | None":
         """The answer to a read, of which the bytes have not been received."""
         try:
             result = await self._request("get", lambda: self._open(name), retry)
@@ -532,14 +534,24 @@ class Store:
             # An empty list of buffers would be an upload of nothing that obstore refuses.
             await obstore.put_async(self._client, name, parts or b"", mode="create", use_multipart=False)
 
-    async def _open(self, name: str) -> "obstore.GetResult | _File":
+    async def _open(self, name: str) -> "obstore.GetResult":
         """One attempt to read an object."""
-        if not self.is_directory:
-            return await obstore.get_async(self._client, name)
-        size, kind = await _aside(lambda: _size_and_kind(Path(self.url, name)))
-        if kind:
+        answer = asyncio.ensure_future(obstore.get_async(self._client, name))
+        try:
+            if self.is_directory and not (await asyncio.wait([answer], timeout=_SECONDS_TO_DOUBT))[0]:
+                await self.check_kind(name)  # a pipe would hold its reader for ever
+            return await answer
+        finally:
+            answer.cancel()
+
+    async def check_kind(self, name: str) -> None:
+        """Refuse what is no file under a name in a directory.
+
+        Raises:
+            BadObjectError: saying what it is.
+        """
+        if self.is_directory and (kind := await _aside(lambda: _kind_of(Path(self.url, name)))):
             raise BadObjectError(f"{name} in {self.url} is {kind}, and no file: remove it")
-        return _File(Path(self.url, name), size)
 
     async def _request(
         self, kind: str, request: Callable[[], Awaitable[T]], retry: "_Retry", num_bytes: int = 0
@@ -666,40 +678,15 @@ def _create_file(path: Path, parts: "list[memoryview]") -> None:
                 raise
 
 
-def _open_at_once(path: Path) -> int:
-    """A descriptor to read from; a pipe, which would hold its reader for ever, is empty."""
-    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def _size_and_kind(path: Path) -> tuple[int, str]:
-    """The bytes of a file, and the kind of what is no file: empty for a file."""
+def _kind_of(path: Path) -> str:
+    """The kind of what is no file; empty for a file, or nothing."""
     try:
-        descriptor = _open_at_once(path)
+        mode = path.stat().st_mode
     except FileNotFoundError:
-        if path.is_symlink():
-            return 0, "a link that leads nowhere"
-        raise
-    try:
-        status = os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
-    is_file, is_directory = stat.S_ISREG(status.st_mode), stat.S_ISDIR(status.st_mode)
-    return status.st_size, "" if is_file else "a directory" if is_directory else "a pipe or a device"
-
-
-class _File:
-    """An object in a directory, in the form of the client library's answers."""
-
-    def __init__(self, path: Path, size: int) -> None:
-        self._path, self.meta = path, {"size": size}
-
-    async def bytes_async(self) -> bytes:
-        """The bytes of the file."""
-        return await _aside(self._read)
-
-    def _read(self) -> bytes:
-        with open(_open_at_once(self._path), "rb", buffering=0) as file:
-            return file.read()
+        return "a link that leads nowhere" if path.is_symlink() else ""
+    if stat.S_ISREG(mode):
+        return ""
+    return "a directory" if stat.S_ISDIR(mode) else "a pipe or a device"
 
 
 def _parts(data: "Buffer | Sequence[Buffer]") -> list[memoryview]:
@@ -707,7 +694,7 @@ def _parts(data: "Buffer | Sequence[Buffer]") -> list[memoryview]:
     return [memoryview(buffer).cast("B") for buffer in buffers]
 
 
-def _same(there: "obstore.Bytes | bytes", parts: Sequence[memoryview], num_bytes: int) -> bool:
+def _same(there: "obstore.Bytes", parts: Sequence[memoryview], num_bytes: int) -> bool:
     """True if an object holds the parts, one after another."""
     if len(there) != num_bytes:
         return False

@@ -1,6 +1,5 @@
-"""Text for people: names of runs beside each other, times and sizes with units, and what a model wrote."""
+"""Text for people: names of runs beside each other, times and sizes with units."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -72,18 +71,6 @@ def short(labels: Sequence[Label]) -> list[str]:
     """Texts for legends: the settings alone where they tell the runs apart, and else the names."""
     settings = [label.settings for label in labels]
     return settings if all(settings) and len({*settings}) == len(settings) else [label.name for label in labels]
-
-
-def printable(text: str) -> str:
-    """A model's text as it may be sent to a terminal, which obeys control characters: U+FFFD in their place.
-
-    >>> printable("a\\tb\\n\\x1b]0;title\\x07")
-    'a\\tb\\n\ufffd]0;title\ufffd'
-    """
-    return _CONTROLS.sub("\ufffd", text)
-
-
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def duration(seconds: float) -> str:

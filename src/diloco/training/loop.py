@@ -102,6 +102,8 @@ def train(
         evaluation, checkpoint = run.config.evaluation.every_steps, run.config.checkpoint.every_steps
         if on_start is not None:
             on_start(run.state.step, run.world.rendezvous)
+        if run.state.is_over and run.world.rendezvous is not None:
+            run.state.sync.finish(close=True)  # it was saved after its last step, and may have died before the end
         run.since = time.perf_counter()
         while not run.state.is_over:
             step = run.state.step + 1

@@ -2,8 +2,8 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -124,13 +124,15 @@ class Log:
         return self.state
 
     async def check_no_gap(self) -> None:
-        """Refuse a log in which entries are missing before later ones, however many.
+        """Refuse a log in which entries are missing before later ones, or whose next name is no file's.
 
         Raises:
-            LogError: naming the first that is missing.
+            LogError: naming the first that is missing, or the next.
             StoreError: if the store can't be listed.
         """
         number = self.state.number
+        with _naming(number):
+            await self._store.check_kind(ENTRY.name(number))
         names = [name for name, _ in await self._store.list("log", after=ENTRY.name(number))]
         later = [name for name in names if is_entry(name)]
         if later and await self._get(number) is None:
@@ -152,7 +154,8 @@ class Log:
         self.state.after(ENTRY.open(data, source_of(number)).header, sha256(data))
         before = number - 1, self.state.previous
         await self._check_there(*before)
-        other = await self._store.create(ENTRY.name(number), data, patience_seconds=self.patience_seconds)
+        with _naming(number):
+            other = await self._store.create(ENTRY.name(number), data, patience_seconds=self.patience_seconds)
         taken = number, self._taken(data if other is None else other)
         if other is None:
             await self._check_there(*before)  # the store may have come back without it while the request waited
@@ -214,11 +217,18 @@ async def stored_entry(store: Store, number: int, *, patience_seconds: float = 6
         LogError: if what lies under its name is no file, or far too large.
         StoreError: if the store can't be read.
     """
-    try:
+    with _naming(number):
         data = await store.get(ENTRY.name(number), most_bytes=MOST_ENTRY_BYTES, patience_seconds=patience_seconds)
-    except BadObjectError as error:
-        raise LogError(f"{source_of(number)} can't be read: {error}") from None
     return None if data is None else bytes(data)
+
+
+@contextmanager
+def _naming(number: int) -> Iterator[None]:
+    """A context in which what can't be an entry is an error of the log."""
+    try:
+        yield
+    except BadObjectError as error:
+        raise LogError(f"{source_of(number)} can't be used: {error}") from None
 
 
 def begun(data: bytes) -> tuple[Create, RunState]:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from diloco.errors import UserError
 from diloco.rendezvous.prices import PROVIDERS
+from diloco.report.terminal.screen import Screen
 from diloco.simulator.bandwidth import GBIT_S
 from diloco.simulator.planner import Plan, Remedy, Task
 from diloco.simulator.published import (
@@ -34,8 +34,8 @@ BEYOND = "1000+"
 
 def show(parts: Iterable[Table | str]) -> None:
     """Print tables and sentences, wide enough for the tables even where the output is no terminal."""
-    console = Console()
-    console = console if console.is_terminal else Console(width=120)
+    console = Screen()
+    console = console if console.is_terminal else Screen(width=120)
     for part in parts:
         console.print(part, highlight=not isinstance(part, str), markup=False, soft_wrap=isinstance(part, str))
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from diloco.data.prepare import PrepareProgress, ProgressCallback
 from diloco.data.shards import read_index, total
 from diloco.report.runs import summary_facts
-from diloco.report.text import duration, megabytes, printable
+from diloco.report.text import duration, megabytes
 from diloco.schema import converted
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.forecast import Forecast
@@ -154,7 +154,7 @@ def print_outcome(config: TrainConfig, outcome: Outcome, console: Console) -> No
     for name, value in {**facts, "files": str(config.directory)}.items():
         if value:
             console.print(f"{name:21}{value}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"\nThe model writes:\n\n{printable(outcome.sample)}", highlight=False, markup=False)
+    console.print(f"\nThe model writes:\n\n{outcome.sample}", highlight=False, markup=False)
 
 
 def _of_gpu(model_flops_utilization: float | None, peak_memory_bytes: int | None) -> list[str]:

@@ -1,0 +1,17 @@
+"""The console of everything that is shown by rich."""
+
+from collections.abc import Iterator
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from diloco.errors import printable
+
+
+class Screen(Console):
+    """A console that adds its own colors and cursor movements, and shows those in a text as U+FFFD."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """The parts of what is shown."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
