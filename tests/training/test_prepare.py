@@ -80,7 +80,7 @@ MISTAKES = {
         "diloco.wire=e9m9: 'e9m9' is not a codec: choose one of fp32, bf16",
     ),
     "overlap": (
-        text(train=("nowhere.txt",)) | diloco(overlap_steps=10),
+        text(train=("nowhere.txt",), tokenizer="bpe:300") | diloco(overlap_steps=10),
         "overlap_steps=10 must be at least 0 and below",
     ),
     "large vocabulary": (
