@@ -94,3 +94,16 @@ def test_no_thread_is_left_when_a_replica_has_left_or_ended(end: Callable[[Repli
         replica.step()
     end(replica)
     assert background not in list(backgrounds())
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "max_local_steps"),
+    [(None, 1 << 50), (1 << 24, 1 << 50), (1 << 40, None), (8, 5)],
+)
+def test_a_replica_declares_no_more_than_the_run_lets_join(step_tokens, max_local_steps, tmp_path) -> None:
+    replica = Replica(str(tmp_path), step_tokens=step_tokens, max_local_steps=max_local_steps)
+    (member,) = replica.exchange.state.members
+    assert 1 <= member.step_tokens * member.most_steps <= 1 << 40
+    assert step_tokens in (None, member.step_tokens)
+    assert step_tokens != 8 or member.most_steps == 100 * 6, "100 H"
+    replica.vanish()

@@ -91,8 +91,8 @@ class StoreRendezvous:
     ) -> None:
         if num_shares is not None and not 2 <= num_shares <= MOST_SHARES:
             raise UserError(f"num_shares={num_shares} must be from 2 to {MOST_SHARES}", "num_shares")
-        if step_tokens is not None and step_tokens < 1:
-            raise UserError(f"step_tokens={step_tokens} must be at least 1", "step_tokens")
+        if step_tokens is not None and not 1 <= step_tokens <= MOST_TOKENS:
+            raise UserError(f"step_tokens={step_tokens} must be from 1 to {MOST_TOKENS}", "step_tokens")
         self.name = _name(name)
         self._asked_local_steps, self._step_tokens = max_local_steps, step_tokens
         self._url, self._patience, self._timeout_seconds = str(url), patience, timeout_seconds
@@ -183,7 +183,8 @@ class StoreRendezvous:
             raise UserError("this StoreRendezvous has joined already: build one for each engine", "exchange")
         self._has_joined = True
         most = self._asked_local_steps or 50 * sync_every
-        most_steps = 2 * max(most, 50 * sync_every)  # an outer gradient may be lost before an outage and after it
+        # An outer gradient may be lost before an outage and after it.
+        most_steps = min(2 * max(most, 50 * sync_every), MOST_TOKENS // (self._step_tokens or 1))
         wish = Wish(
             name=self.name,
             step_tokens=self._step_tokens or MOST_TOKENS // most_steps,
