@@ -7,7 +7,7 @@ import torch
 import diloco
 
 
-def build_model() -> torch.nn.Module:
+def build_model() -> torch.nn.Linear:
     torch.manual_seed(0)
     return torch.nn.Linear(8, 1)
 
@@ -18,7 +18,7 @@ def build_engine(model: torch.nn.Module) -> diloco.StreamingDiLoCo:
     )
 
 
-def train(model: torch.nn.Module, engine: diloco.StreamingDiLoCo, last: int) -> str:
+def train(model: torch.nn.Linear, engine: diloco.StreamingDiLoCo, last: int) -> str:
     for step in range(engine.num_steps + 1, last + 1):
         with torch.no_grad():
             model.weight.add_(0.1 * step)
