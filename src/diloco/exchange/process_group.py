@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -59,7 +59,7 @@ class Messages:
         self._notices = notices
         self._answers = answers
         self._waits: dict[int, list[Callable[[float], None]]] = {}
-        self._backends: set[Backend] = set()
+        self._backends: Set[Backend] = frozenset()
         self._current: tuple[int, futures.Future[None]] | None = None
         self._missing: dict[int, str] = {}
         self._sent: list[Tensor] = []  # kept alive: the transport reads from them until all is sent
@@ -78,13 +78,13 @@ class Messages:
     def send(self, backend: "Backend", payload: Tensor, replica: int) -> None:
         """Start to send a message to a replica."""
         self._sent.append(payload)
-        self._backends.add(backend)
+        self._backends |= {backend}
         with self.blaming(replica):
             self.add(replica, partial(wait_for, backend.send([payload], replica, tag_bits(self.tag))))
 
     def receive(self, backend: "Backend", buffer: Tensor, replica: int) -> None:
         """Start to receive a message from a replica."""
-        self._backends.add(backend)
+        self._backends |= {backend}
         with self.blaming(replica):
             self.add(replica, partial(wait_for, backend.recv([buffer], replica, tag_bits(self.tag))))
 
@@ -115,6 +115,7 @@ class Messages:
                     if self._answers is not None:
                         self._answers.heard_at = {**self._answers.heard_at, replica: now}
                 del self._waits[replica]
+        self._backends, self._current = frozenset(), None  # whoever keeps the payloads keeps no connections
         if self._missing:
             raise self._error()
         if self._answers is not None and self.tag.channel is Channel.PAYLOAD:
@@ -201,7 +202,7 @@ def _is_gloo(backend: "Backend") -> bool:
 
 def _message_that_never_comes(backend: "Backend", replica: int) -> "Work":
     """Start to receive a message that a replica never sends; raises if the connection to it has closed."""
-    return backend.recv([torch.empty(1, dtype=torch.uint8)], replica, _NO_MESSAGE)
+    return backend.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], replica, _NO_MESSAGE)
 
 
 # A tag has 31 bits: channel, fragment, round, phase. No two rounds in flight share their last 17 bits.
