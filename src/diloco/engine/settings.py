@@ -118,8 +118,8 @@ class Settings:
 
     def facts(self, num_replicas: int) -> dict[str, object]:
         """The settings that all replicas must share, in the order in which a difference explains the most."""
-        facts = {"num_replicas": num_replicas, **self.schedule.facts(num_replicas), **self._facts()}
-        return facts | {"buffers": self.buffers}
+        of_schedule = self.schedule.facts(num_replicas)
+        return {"num_replicas": num_replicas, **of_schedule, **self._facts(), "buffers": self.buffers}
 
     def _facts(self) -> dict[str, object]:
         return {
