@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from tests.engine.cases import Case, inner_step, outer_of, theta_of, train
 from tests.processes import run_replicas
@@ -34,7 +35,25 @@ def test_fragments_that_were_never_sent_are_named():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.finish()
-        CASE.engine(CASE.model()).finish()  # not a step was taken
+
+
+class SharpnessAware(torch.optim.SGD):
+    """An optimizer with two steps of its own, neither of them `step()`."""
+
+    def second_step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(0.1)
+
+
+def test_a_loop_whose_inner_steps_were_never_counted_is_told_so():
+    model = CASE.model()
+    engine, optimizer = CASE.engine(model), SharpnessAware(model.parameters())
+    engine.attach(optimizer)
+    for _ in range(16):
+        optimizer.second_step()
+    with pytest.warns(UserWarning, match=r"no inner step was counted.*whose step\(\) your loop calls") as own:
+        engine.finish()
+    assert own[0].filename == __file__
 
 
 def flush() -> dict:

@@ -496,14 +496,21 @@ class StreamingDiLoCo:
 
     def _warn_of_unsent(self) -> None:
         """Name the fragments that were never sent; the warning points to the caller of `finish`."""
-        if (unsent := self._membership.initial_fragments()) and self.num_steps:
+        if not (unsent := self._membership.initial_fragments()):
+            return
+        if self.num_steps:
             fragments = self.settings.fragments
             names = ", ".join(f"fragment {p} ({fragments[p].parameters[0]}, …) was never sent" for p in unsent)
-            warnings.warn(
+            message = (
                 f"after {self.num_steps} inner steps {names}, and its outer parameters are the initial ones: call "
-                "finish(flush=True), or choose a smaller sync_every",
-                stacklevel=3,
+                "finish(flush=True), or choose a smaller sync_every"
             )
+        else:
+            message = (
+                "no inner step was counted, and nothing exchanged: call engine.step() after each inner step, or "
+                "attach the optimizer whose step() your loop calls"
+            )
+        warnings.warn(message, stacklevel=3)
 
     def _warn_of_uncounted(self) -> None:
         """Name the fragments whose last work no outer step has counted; the warning points as the other does."""
