@@ -466,7 +466,8 @@ class Replay:
             self._snapshots[p] = {ref.round: ref for name, ref in named.items() if name in names or ref in needed}
             names -= named.keys()
         if names and not self._from_snapshot:
-            self.notes.append(f"no entry names {', '.join(sorted(names))}")
+            # As where a run ended after the upload.
+            self.notes.append(f"no entry names {', '.join(sorted(names))}, so that nobody reads it")
 
     async def _check_index(self, state: RunState) -> None:
         data = await self._store.get(INDEX.name(state.number), most_bytes=MOST_INDEX_BYTES)
