@@ -81,3 +81,13 @@ def test_a_module_that_takes_another_ones_place_is_refused_by_its_parameter(modu
         UserError, match=r"parameter blocks\.1\.(weight|bias) was replaced .*: build the engine last"
     ):
         parameters.check_still_the_models([0, 1])
+
+
+def test_a_model_that_is_converted_later_is_refused():
+    model = model_of_two_blocks()
+    parameters = cut(model)
+    model.blocks[1].double()
+    parameters.check_still_the_models([0, 2])
+    sentence = r"blocks\.1\.weight was torch\.float32 on cpu when the engine was built, and is torch\.float64"
+    with pytest.raises(UserError, match=sentence):
+        parameters.check_still_the_models([1])

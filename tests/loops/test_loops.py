@@ -1,6 +1,7 @@
 """Loops of ten public training scripts, rewritten small: what the docs tell their users to add is enough."""
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,7 @@ SLOW: dict[Loop, int | None] = {nanochat: 10, complete_example: 30}
 
 def run(loops: Sequence[tuple[Loop, int | None]], ports: Sequence[int], folder: str) -> list[Outcome]:
     """The outcomes of loops that are run in turn, each from its beginning, or resumed."""
+    warnings.filterwarnings("ignore", "training changes buffers")  # they are estimated anew where Θ is evaluated
     outcomes = []
     for (loop, resume_from), port in zip(loops, ports, strict=True):
         meet_at(port)

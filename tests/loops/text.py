@@ -108,21 +108,23 @@ def nanogpt(out_dir: Path, resume_from: int | None) -> Outcome:
     outcome = Outcome()
     torch.manual_seed(1337)
     model: Any = GPT(tied=True)
-    scaler = torch.amp.GradScaler("cpu")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
-    unoptimized_model = model
-    model = torch.compile(model, backend="eager")
-    engine = diloco.StreamingDiLoCo(model, **TIMING, exchange=diloco.connect())
-    engine.attach(optimizer, scaler)
     data, iter_num, best_val_loss = torch.Generator().manual_seed(1337 + replica()), 0, math.inf
+    scaler, checkpoint = torch.amp.GradScaler("cpu"), {}
     if resume_from is not None:
         checkpoint = torch.load(out_dir / f"ckpt-{resume_from}.pt", weights_only=True)
+        model.load_state_dict(checkpoint["engine"]["outer"], strict=False)  # Θ, the same on all replicas
+        iter_num, best_val_loss = checkpoint["iter_num"], checkpoint["best_val_loss"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    engine = diloco.StreamingDiLoCo(model, **TIMING, exchange=diloco.connect())
+    engine.attach(optimizer, scaler)
+    if resume_from is not None:
         engine.load_state_dict(checkpoint["engine"])
-        unoptimized_model.load_state_dict(checkpoint["model"])
+        model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         scaler.load_state_dict(checkpoint["scaler"])
         data.set_state(checkpoint["data"])
-        iter_num, best_val_loss = checkpoint["iter_num"], checkpoint["best_val_loss"]
+    unoptimized_model = model
+    model = torch.compile(model, backend="eager")
 
     while iter_num < 24:
         for group in optimizer.param_groups:

@@ -28,7 +28,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Replica]:
     a.finish()
     b.finish()
     check(folder, a, b)
-    return folder, a
+    return folder, b  # which has waited for the last decision
 
 
 def copied(whole_run: tuple[Path, Replica], tmp_path: Path) -> tuple[Path, Replica]:
@@ -42,12 +42,12 @@ def first_average(folder: Path) -> Path:
 
 
 def test_averages_that_were_lost_are_made_again(whole_run, tmp_path) -> None:
-    folder, a = copied(whole_run, tmp_path)
+    folder, last = copied(whole_run, tmp_path)
     shutil.rmtree(folder / "averages")
-    replay = verify(folder, a)
+    replay = verify(folder, last)
     assert replay.checked.steps == replay.state.num_outer > P and not replay.notes
     theta = np.concatenate([value.reshape(-1).numpy() for value in replay.parameters().values()])
-    np.testing.assert_array_equal(theta, np.concatenate(a.outer()))
+    np.testing.assert_array_equal(theta, np.concatenate(last.outer()))
     assert replay.checked.payloads == (1 + R) * len(check(folder).contributions)  # headers and shares
 
 

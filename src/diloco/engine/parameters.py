@@ -134,6 +134,7 @@ class FragmentParameters:
         reshard(model)
         self._model, named = model, dict(model.named_parameters())
         self._by_fragment = [{name: named[name] for name in fragment.parameters} for fragment in fragments]
+        self._kinds = {name: (parameter.dtype, parameter.device) for name, parameter in named.items()}
         self.group = replica_group({name: p for part in self._by_fragment for name, p in part.items()})
         """The processes that hold this replica's shards."""
         self.part = self.group.index, self.group.size
@@ -313,6 +314,11 @@ class FragmentParameters:
                     raise UserError(
                         f"parameter {name} was replaced after the engine was built, as "
                         "load_state_dict(assign=True), tying, and fully_shard do: build the engine last"
+                    )
+                if (now := (parameter.dtype, parameter.device)) != (then := self._kinds[name]):
+                    raise UserError(
+                        f"parameter {name} was {then[0]} on {then[1]} when the engine was built, and is {now[0]} on "
+                        f"{now[1]}, as model.double() and model.to(...) do: build the engine after that"
                     )
 
     def _in_model(self, name: str) -> Tensor | None:
