@@ -317,8 +317,8 @@ class FragmentParameters:
                     )
                 if (now := (parameter.dtype, parameter.device)) != (then := self._kinds[name]):
                     raise UserError(
-                        f"parameter {name} was {then[0]} on {then[1]} when the engine was built, and is {now[0]} on "
-                        f"{now[1]}, as model.double() and model.to(...) do: build the engine after that"
+                        f"parameter {name} was {then[0]} on {then[1]} when the engine was built, and is {now[0]} "
+                        f"on {now[1]}, as model.double() and model.to(...) do: build the engine after that"
                     )
 
     def _in_model(self, name: str) -> Tensor | None:

@@ -422,7 +422,9 @@ class _StoreSeat:
 
     def abort(self, reason: str) -> None:
         """Stop at once, after an error; the other replicas go on."""
-        self._aborted = self._aborted or reason
+        with self.follower.news:  # a thread may wait there
+            self._aborted = self._aborted or reason
+            self.follower.news.notify_all()
         self._background.stop()
 
 
