@@ -45,6 +45,9 @@ CHECKED = [
 ]
 install_import_hook(CHECKED, "beartype.beartype")
 
+# No test survives a power failure, and a busy computer takes long to write to its disk.
+os.fsync = lambda descriptor: None
+
 # The same examples in every run, however slow the computer is; the quick tests try fewer of each property.
 settings.register_profile("all", deadline=None, derandomize=True)
 settings.register_profile("quick", settings.get_profile("all"), max_examples=25)

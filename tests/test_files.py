@@ -160,3 +160,18 @@ def test_an_integration_without_its_library_names_the_extra(monkeypatch, module,
     for kind in (UserError, ImportError):
         with pytest.raises(kind, match=sentence):
             importlib.import_module(f"diloco.integrations.{module}")
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_file_system_may_have_no_fsync_of_directories(number, tmp_path, monkeypatch):
+    def fsync(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").is_dir():
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if number == errno.EINVAL:
+        write_atomically(tmp_path / "file", [b"1"])
+        assert (tmp_path / "file").read_bytes() == b"1"
+    else:
+        with pytest.raises(FileWriteError, match="file"):
+            write_atomically(tmp_path / "file", [b"1"])

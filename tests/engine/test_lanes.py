@@ -5,7 +5,8 @@ import torch
 from tests.fake_device import FakeDevice
 from tests.processes import run_replicas
 
-from diloco.engine.lanes import DeviceLane, QueueLane, StreamLane, device_lane, here, in_thread
+from diloco.engine.lanes import DeviceLane, QueueLane, StreamLane, device_lane, here
+from diloco.exchange.notices import in_thread
 
 
 @pytest.mark.parametrize("start", [in_thread, QueueLane().start], ids=["thread", "queue"])

@@ -16,6 +16,7 @@ from tests.sockets import listening
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco
+from diloco.exchange import connect as connecting
 from diloco.exchange import meeting
 from diloco.exchange.transport import Channel, Tag, share, wait_for_all
 
@@ -176,6 +177,18 @@ def connect_again(secret: str | None, leader: bool, first_to_close: int) -> set[
 def test_replicas_that_have_closed_connect_again(secret, leader, first_to_close):
     one, other = run_replicas(connect_again, 2, secret, leader, first_to_close, joined=False)
     assert one == other and len(one) == 1
+
+
+def test_a_second_meeting_that_fails_says_why(monkeypatch):
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setattr(meeting, "_HAVE_MET", {address})
+    monkeypatch.setattr(connecting, "_InTheClear", lambda *_: raising("replica 0 has a secret"))
+    with pytest.raises(diloco.ExchangeError, match="replica 0 has a secret"):
+        diloco.connect(address, replica=1, num_replicas=2, timeout_seconds=0.2)
+
+
+def raising(message: str) -> None:
+    raise diloco.ExchangeError(message)
 
 
 def start_differently() -> str:

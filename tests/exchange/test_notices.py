@@ -120,6 +120,26 @@ def test_an_interruption_takes_no_message_away(joined):
     assert run_replicas(interrupt_what_has_come, 2, joined=joined) == [[1] * 9, [0] * 9]
 
 
+def wait_behind_a_leader() -> str:
+    """The error of a process of replica 0 or 1, of two each, when replica 2 fails; its connections are closed."""
+    notices._SECONDS_BETWEEN_LOOKS = 0.05
+    replica, rank = divmod(int(os.environ["DILOCO_REPLICA"]), 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    way = diloco.connect(replica=replica, num_replicas=3, leader=True, timeout_seconds=TIMEOUT_SECONDS)
+    payloads = {other: torch.ones(9, dtype=torch.uint8) for other in {0, 1, 2} - {replica}}
+    if replica == 2:
+        if rank == 0:
+            way.abort("it is the test's")
+        return "replica 2 failed"
+    with pytest.raises(diloco.ExchangeError) as caught:
+        way.start(payloads, Tag(Channel.PAYLOAD, 0, 1, step=1)).wait()
+    return str(caught.value)
+
+
+def test_the_processes_behind_a_leader_are_told_too():
+    assert all("replica 2 failed" in message for message in run_replicas(wait_behind_a_leader, 6, joined=False))
+
+
 def end_amid_a_payload(secret: str | None) -> tuple[tuple[int, ...], str]:
     """The replicas that are missing when replica 1 ends, and a part of its payload has come; and the error."""
     notices._SECONDS_BETWEEN_LOOKS = 0.05

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from diloco.engine.checkpoint import agree_or_refuse, loadable
 from diloco.engine.guards import EqualGradients
-from diloco.engine.lanes import QueueLane, Start, here, in_thread
+from diloco.engine.lanes import QueueLane, Start, here
 from diloco.engine.outer_state import ERROR, OUTER
 from diloco.engine.parameters import INITIAL
 from diloco.engine.replica import Flight, Membership, Replica
 from diloco.errors import DisagreementError, ExchangeError, PayloadError, UserError
+from diloco.exchange.notices import in_thread
 from diloco.exchange.process_group import Answers
 from diloco.exchange.transport import SAME_NUMBER_OF_STEPS, Channel, Tag, Transport, agree, fail_together
 from diloco.outer.averages import Average

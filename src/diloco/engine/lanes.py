@@ -33,17 +33,6 @@ def here(work: Callable[[], T]) -> "Future[T]":
     return result
 
 
-def in_thread(work: Callable[[], T]) -> "Future[T]":
-    """Start a daemon thread for the work.
-
-    >>> in_thread(lambda: 1 + 1).result()
-    2
-    """
-    result: Future[T] = Future()
-    Thread(target=_fulfil, args=(result, work), name="diloco lane", daemon=True).start()
-    return result
-
-
 class QueueLane:
     """One daemon thread, which does the pieces of work in the order in which they were started.
 

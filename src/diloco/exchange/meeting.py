@@ -5,6 +5,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from itertools import count
 from typing import Annotated, Protocol, TypeVar
 
 import msgspec
@@ -96,13 +97,14 @@ class Arrival(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     process: str
     """A name of the process that no other one has."""
     number: int
-    """The number of this arrival of the process at the address, from 1."""
+    """The number of this arrival among those of the process."""
 
 
 _PROCESS = secrets.token_hex(8)
 """A name of this program, which forked processes share."""
-_NUM_ARRIVALS: dict[str, int] = {}
-"""The arrivals of this process, by their addresses."""
+_ARRIVALS = count(1)
+_HAVE_MET: set[str] = set()
+"""The addresses at which this process has met all others."""
 
 S = TypeVar("S", bound=socket.socket)
 
@@ -155,7 +157,7 @@ class Meeting:
             UserError: if this replica has come already.
             ExchangeError: if replica 0 is gone, stands still or does not close the exchange before.
         """
-        num_arrivals = _NUM_ARRIVALS[self.address] = _NUM_ARRIVALS.get(self.address, 0) + 1
+        has_met = self.address in _HAVE_MET
         mine = self._mine = Arrival(
             num_replicas=self.num_replicas,
             leader=leader,
@@ -163,9 +165,10 @@ class Meeting:
             processes_per_replica=self.num_processes,
             job=_job(),
             process=f"{_PROCESS}/{os.getpid()}",
-            number=num_arrivals,
+            number=next(_ARRIVALS),
         )
         ways: list[Way] = []
+        errors: list[ExchangeError] = []
 
         def missing() -> str:
             try:
@@ -174,12 +177,16 @@ class Meeting:
                     ways.append(way)
                     return ""
                 way.close()
-            except ExchangeError:
-                if num_arrivals == 1:
+            except ExchangeError as error:
+                if not has_met:
                     raise
+                errors.append(error)
             return "replica 0, which has the exchange before this one still open,"
 
-        self._wait_for_all(missing)
+        try:
+            self._wait_for_all(missing)
+        except ExchangeError as error:
+            raise (errors[-1] if errors else error) from None
         return ways[0]
 
     def _write(self, store: Store, mine: Arrival) -> bool:
@@ -228,6 +235,7 @@ class Meeting:
             if way.refused is None:
                 raise
             raise ExchangeError(f"{error} (refused: {way.refused})", error.missing) from None
+        _HAVE_MET.add(self.address)
 
     def _check(self, replica: int, mine: Arrival, theirs: Arrival) -> None:
         names = ("num_replicas", "leader", "num_connections", "processes_per_replica")

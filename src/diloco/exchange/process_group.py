@@ -115,7 +115,7 @@ class Messages:
                     if self._answers is not None:
                         self._answers.heard_at = {**self._answers.heard_at, replica: now}
                 del self._waits[replica]
-        self._backends, self._current = frozenset(), None  # whoever keeps the payloads keeps no connections
+        self._backends, self._current = frozenset(), None  # the payloads may live longer
         if self._missing:
             raise self._error()
         if self._answers is not None and self.tag.channel is Channel.PAYLOAD:
@@ -146,7 +146,7 @@ class Messages:
         """End the wait, and close the connections."""
         self.interruption = self.interruption or reason
         for backend in self._backends:
-            for replica in self.outgoing:
+            for replica in list(self._waits):
                 with suppress(RuntimeError, TimeoutError):
                     # gloo closes all connections of a backend when one wait is out of time.
                     wait_for(_message_that_never_comes(backend, replica), 0.001)
