@@ -22,7 +22,7 @@ from diloco.rendezvous.objects import PAYLOAD
 ALPHA = 0.5
 
 
-def until(condition: Callable[[], bool], *replicas: Replica, seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], *replicas: Replica, seconds: float = 40.0) -> None:
     """Let the replicas step until a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
