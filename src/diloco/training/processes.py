@@ -240,9 +240,9 @@ def launch(
 ) -> None:
     """Run `entrypoint(*arguments)` in all local processes of a run, and wait for all of them.
 
-    Each uses its share of the cores, or OMP_NUM_THREADS threads. They meet at a file (on Linux one without a name), and listen on
-    the loopback interface alone. When one fails, the others are ended. `imports` are modules that
-    all of them need, which are then imported once.
+    Each uses its share of the cores, or OMP_NUM_THREADS threads. They meet at a file (on Linux one without a
+    name), and listen on the loopback interface alone. When one fails, the others are ended. `imports` are modules
+    that all of them need, which are then imported once.
 
     Raises:
         ReplicaFailedError: with the message, fields and exit code of the error that the entrypoint raised, or with
