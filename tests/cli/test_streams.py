@@ -9,9 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.live import Live
+from rich.text import Text
 
+from diloco.cli._streams import safe_streams
 from diloco.cli.main import main
 from diloco.errors import printable
+from diloco.report.terminal.screen import Screen
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b2J\u202egpj.exe"
 """Sets a terminal's title, clears it, and reverses what follows."""
@@ -66,3 +70,18 @@ def test_an_error_in_a_log(capsys):
         main(["eval", EVIL])
     assert capsys.readouterr().err == f"diloco: {SHOWN} holds no run: {SHOWN}/config.json is missing\n"
     assert printable(EVIL) == SHOWN
+
+
+def test_a_live_display_keeps_its_own_movements_and_bars_their_returns(monkeypatch):
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w", encoding="utf-8") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        with safe_streams():
+            with Live(console=Screen(force_terminal=True), refresh_per_second=1) as live:
+                live.update(Text("row\x1b]0;title"))
+            sys.stdout.write("a bar\rthe same bar")
+        terminal.flush()
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "\x1b[2K" in shown and "a bar\rthe same bar" in shown
+    assert "row\ufffd]0;title" in shown and shown.count("\ufffd") == shown.count("\ufffd]0;title")

@@ -331,3 +331,11 @@ def test_an_engine_is_attached_once_at_a_time():
     engine.attach(other)
     other.step()
     assert engine.num_steps == 1
+
+
+def test_an_optimizer_of_parameters_that_are_frozen_for_now_is_accepted():
+    model = linear()
+    engine = engine_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.requires_grad_(False)
+    engine.attach(optimizer)

@@ -9,6 +9,7 @@ from tests.processes import run_replicas
 from torch import Tensor, nn
 
 import diloco
+from diloco.engine.buffers import Buffers
 
 CHANGED = ["1.running_mean", "1.running_var", "seen"]
 
@@ -87,3 +88,32 @@ def test_a_store_keeps_none(tmp_path):
         )
     with pytest.raises(diloco.UserError, match="buffers='mean' is neither own nor average"):
         diloco.StreamingDiLoCo(network(), fragments="whole", buffers="mean", exchange=diloco.LoopbackExchange())
+
+
+def test_caches_and_sparse_buffers_are_no_concern():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(3))
+    model.register_buffer("mean", torch.zeros(2))
+    model.register_buffer("cache", torch.zeros(2), persistent=False)
+    model.register_buffer("graph", torch.eye(2).to_sparse())
+    buffers = Buffers(model)
+    model.cache = torch.ones(5)
+    model.register_buffer("late", torch.ones(1))
+    assert buffers.changed() == []
+    model.mean += 1
+    assert buffers.changed() == ["mean"]
+    buffers.begin()
+    assert buffers.changed() == []
+
+
+def differ_in_shape() -> str:
+    model = nn.Module()
+    model.register_buffer("mean", torch.zeros(2 + dist.get_rank()))
+    with pytest.raises(diloco.DisagreementError) as caught:
+        Buffers(model).average(diloco.ProcessGroupExchange())
+    return str(caught.value)
+
+
+def test_buffers_of_other_shapes_are_named():
+    for message in run_replicas(differ_in_shape, 2):
+        assert "the shape of buffer mean: replica 0 has [2], replica 1 has [3]" in message

@@ -217,3 +217,14 @@ def test_a_payload_that_claims_tokens_which_cannot_be_is_counted_by_nobody(tmp_p
     for replica in (ours, liar):
         replica.vanish()
     assert replay_of(tmp_path).checked.steps
+
+
+def test_a_store_that_is_gone_while_a_payload_is_in_flight_keeps_nobody_at_the_end(tmp_path, monkeypatch) -> None:
+    ours = hurried(Replica(str(tmp_path), name="ours", timeout_seconds=0.5))
+    until(lambda: min(counted(ours)) >= 0 and not ours.engine._membership.in_flight, ours)
+    cut_off(monkeypatch)
+    while not ours.engine._membership.in_flight:
+        ours.step(pause_seconds=0.002)
+    ours.engine.finish(close=True)
+    ours.exchange.leave(seconds=0.1)
+    assert not ours.exchange.is_closed

@@ -79,6 +79,7 @@ FORGERIES = {
     "another chain": (0, lambda run: {"previous": "0" * 64}, "does not follow entry 4"),
     "a longer list": (0, lambda run: {"allowed": run.states[0].allowed}, "has another allow-list than"),
     "a lost change": (0, lambda run: {"kept": (40,)}, "entry 40 of the log, which changes the allow-list, is"),
+    "the end": (0, lambda run: {"closed": ("0" * 16,)}, "says that the run is closed"),
     "a wrong change": (0, lambda run: {"kept": (0,)}, "entry 0 of the log does not change the allow-list"),
 }
 

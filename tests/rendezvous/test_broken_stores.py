@@ -18,7 +18,7 @@ from tests.rendezvous.replay import chain
 from tests.rendezvous.replicas import P, Replica
 
 import diloco
-from diloco.errors import DilocoError, UserError
+from diloco.errors import DilocoError, ExchangeError, UserError
 from diloco.rendezvous.joining import Wish, join
 from diloco.rendezvous.log.entries import Leave, Snapshot
 from diloco.rendezvous.log.keys import Signer
@@ -283,3 +283,20 @@ def test_a_replica_that_loads_a_false_snapshot_ends_at_the_next_entry(tmp_path: 
     until(lambda: min(replica.rounds[0] for replica in ours) > last_round + 1, *ours)
     for replica in ours:
         replica.finish()
+
+
+def test_an_entry_that_is_lost_while_a_snapshot_is_named_is_noticed(tmp_path: Path, monkeypatch) -> None:
+    create, lost = Store.create, []
+
+    async def losing(self: Store, name: str, data: bytes, **options: Any) -> bytes | None:
+        there = await create(self, name, data, **options)
+        if name.startswith("log/") and b'"snapshot"' in bytes(data)[:400] and not lost and there is None:
+            lost.append(int(name[4:]) - 1)
+            (tmp_path / ENTRY.name(lost[0])).unlink()
+        return there
+
+    monkeypatch.setattr(Store, "create", losing)
+    ours = Replica(str(tmp_path), name="ours", snapshot_rounds=2)
+    with pytest.raises(ExchangeError) as caught:
+        until(lambda: bool(lost) and ours.exchange.state.number > lost[0] + 60, ours)
+    assert f"entry {lost[0]} of the log is not in" in str(caught.value)

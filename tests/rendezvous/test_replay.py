@@ -10,13 +10,14 @@ import torch.distributed as dist
 from tests.engine.cases import Case, inner_step
 from tests.processes import run_replicas
 from tests.rendezvous.handwritten import Handwritten
+from tests.rendezvous.replicas import Replica, new_model
 
 import diloco
 from diloco.errors import FileError, UserError
 from diloco.rendezvous.log.entries import Body, Outer
 from diloco.rendezvous.log.keys import Signer, write_key
 from diloco.rendezvous.log.log import ENTRY, sealed_entry
-from diloco.rendezvous.objects import PAYLOAD
+from diloco.rendezvous.objects import PAYLOAD, snapshot_name
 from diloco.rendezvous.replay import Replay, replayed
 
 
@@ -297,3 +298,23 @@ def test_every_replicas_theta_is_the_replays(tmp_path) -> None:
         assert [replay.checksum(p, last) for p, last in enumerate(rounds)] == checksums
     last = [max(rounds) for rounds in zip(*(rounds for rounds, _ in ends), strict=True)]
     assert last == [log.round for log in replay.state.fragments]
+
+
+def test_a_snapshot_that_is_retired_meanwhile_is_no_violation(tmp_path: Path, monkeypatch) -> None:
+    ours = Replica(str(tmp_path), name="ours", snapshot_rounds=2)
+    folder = tmp_path / "snapshots"
+    while not folder.is_dir() or min(len([*each.iterdir()]) for each in folder.iterdir()) < 3:
+        ours.step(pause_seconds=0.003)
+    ours.exchange.abort("it stays as it is")
+    find = Replay._find_snapshots
+
+    async def find_then_retire(self: Replay) -> None:
+        await find(self)
+        for p, log in enumerate(self.state.fragments):
+            needed = {snapshot_name(p, ref.round, ref.sha256) for ref in log.snapshots}
+            for path in (folder / str(p)).iterdir():
+                if str(path.relative_to(tmp_path)) not in needed:
+                    path.unlink()
+
+    monkeypatch.setattr(Replay, "_find_snapshots", find_then_retire)
+    assert replayed(str(tmp_path), initial=lambda _: dict(new_model().named_parameters())).checked.steps

@@ -35,10 +35,11 @@ def styled() -> Iterator[None]:
 class _Stream:
     def __init__(self, stream: io.TextIOWrapper) -> None:
         self.rich_proxied_file = stream
-        """The stream itself, by the name under which rich looks for it."""
+        """The stream that rich writes to in the place of this one."""
 
     def write(self, text: str) -> int:
-        return self.rich_proxied_file.write(printable(text))
+        # A return goes to the beginning of the own line alone: bars of progress use it.
+        return self.rich_proxied_file.write("\r".join(map(printable, text.split("\r"))))
 
     def writelines(self, lines: Iterator[str]) -> None:
         for line in lines:

@@ -165,14 +165,14 @@ def _inside(wrapper: Any) -> Sequence[Any]:
 
 
 def trained_by(optimizer: object) -> Iterator[tuple[str | None, Tensor]]:
-    """The parameters that an optimizer, or all those in a wrapper, train, and their names where it knows them."""
+    """The parameters of an optimizer, or of all those in a wrapper; each with its name, or None."""
     if not _takes_hooks(optimizer):
         for inner in _inside(optimizer):
             yield from () if inner is None else trained_by(inner)
         return
     for group in cast(Optimizer, optimizer).param_groups:
         names = group.get("param_names", [None] * len(group["params"]))
-        yield from ((n, p) for n, p in zip(names, group["params"], strict=True) if p.requires_grad)
+        yield from zip(names, group["params"], strict=True)
 
 
 def check_trains(optimizers: Sequence[object], own: Mapping[str, Tensor]) -> None:
@@ -184,9 +184,9 @@ def check_trains(optimizers: Sequence[object], own: Mapping[str, Tensor]) -> Non
     for optimizer in optimizers:
         _unwrapped(optimizer)
     ids = {id(parameter) for parameter in own.values()}
-    trained = [pair for optimizer in optimizers for pair in trained_by(optimizer)]
-    outside = [(name, parameter) for name, parameter in trained if id(parameter) not in ids]
-    if len(outside) == len(trained):
+    held = [pair for optimizer in optimizers for pair in trained_by(optimizer)]
+    outside = [(name, each) for name, each in held if id(each) not in ids and each.requires_grad]
+    if outside and not any(id(each) in ids for _, each in held):
         raise UserError(
             f"the optimizer trains none of the parameters that the engine exchanges ({_listed([*own])}): build "
             "both on one model, or, where the optimizer trains copies, give these to the engine as masters=",

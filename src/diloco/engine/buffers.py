@@ -1,4 +1,4 @@
-"""The buffers of a model, which are in no fragment: those that training changes are named, or averaged at the end.
+"""The buffers of a model are in no fragment: those that training changes are named, or averaged at the end.
 
 Shapes: B elements of the buffers together.
 """
@@ -9,12 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from diloco.engine.parameters import local
-from diloco.exchange.transport import Transport, share, swap
+from diloco.exchange.transport import Transport, agree, share, swap
 from diloco.outer.digest import outer_digest
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Buffers:
-    """The floating-point buffers of a model, such as the running statistics of BatchNorm.
+    """The persistent floating-point buffers of a model, such as the running statistics of BatchNorm.
+
+    Caches are not among them, which are no part of the model's state, nor are sparse tensors.
 
     Args:
         model: the replica's copy, as it begins.
@@ -22,11 +26,20 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._names = model.state_dict().keys() & dict(model.named_buffers()).keys()
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the buffers as they are now, such as after a load, for those that training begins with."""
         self._digests = self._digests_now()
 
     def _named(self) -> dict[str, Tensor]:
-        buffers = self._model.named_buffers()
-        return {n: local(buffer) for n, buffer in buffers if buffer.is_floating_point() and not buffer.is_meta}
+        named = {name: buffer for name, buffer in self._model.named_buffers() if name in self._names}
+        return {
+            name: local(buffer)
+            for name, buffer in named.items()
+            if buffer.layout is torch.strided and buffer.dtype in _DTYPES and not buffer.is_meta
+        }
 
     def _digests_now(self) -> dict[str, int]:
         return {name: outer_digest(buffer.reshape(-1).float()) for name, buffer in self._named().items()}
@@ -50,7 +63,10 @@ class Buffers:
 
         Raises:
             ExchangeError: if a replica sends none.
+            DisagreementError: if the replicas have different buffers.
         """
+        shapes = {f"the shape of buffer {name}": list(buffer.shape) for name, buffer in self._named().items()}
+        agree(transport, shapes, remedies=dict.fromkeys(shapes, "leave buffers='average' out"))
         names = {name for changed in share(transport, self.changed(), list[str]) for name in changed}
         buffers = [buffer for name, buffer in self._named().items() if name in names]
         if not buffers:

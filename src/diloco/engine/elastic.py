@@ -471,6 +471,7 @@ class ElasticMembership(Membership):
             if not (close or self._is_finished):
                 raise
             # Nothing is wrong with this replica: the store can't be reached, and `leave` says what it has.
+            self.joined.seat.close()
         return tuple(merged)
 
     def _rest(self) -> Iterator[OuterStep]:

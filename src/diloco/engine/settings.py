@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from diloco.engine.parameters import local
 from diloco.errors import UserError, nearest, setting
+from diloco.exchange.leader import LeaderExchange
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Transport
 from diloco.fragments import Fragment, check_partition, sequential, strided, whole
@@ -85,6 +86,12 @@ class Settings:
         Raises:
             UserError: naming both.
         """
+        if self.buffers == "average" and isinstance(transport, LeaderExchange):
+            raise UserError(
+                "buffers=average needs replicas of one process, and those behind a leader have buffers of their "
+                "own: leave it out, and estimate the buffers anew for Θ (torch.optim.swa_utils.update_bn)",
+                "buffers",
+            )
         if transport.ordered and self.reduction.num_phases > 1:
             raise UserError(
                 f"combine={self.combine} sends its averages when they are ready, and the exchange, "

@@ -402,6 +402,7 @@ class StreamingDiLoCo:
         with self._fail_together():
             self._membership.load(accepted)
         self._loads.accept(until_next_step=not unfrozen)
+        self._buffers.begin()
 
     @property
     def num_steps(self) -> int:
@@ -438,7 +439,7 @@ class StreamingDiLoCo:
         - `num_steps`, `bytes_sent`, `bytes_received`, `blocked_seconds`: as the properties.
         - `encode_seconds`, `merge_seconds`: time spent on making and encoding outer gradients, and on decoding,
           averaging, outer steps and merges, since the engine was built; on a GPU, the time of the CPU.
-        - `distance_to_outer`: ‖θ − Θ‖₂ over all fragments and shards, computed now.
+        - `distance_to_outer`: ‖θ − Θ‖₂ over all fragments and shards, computed now; not where Θ is in the model.
         - `codec_error`: ‖Δ − decode(encode(Δ))‖ / ‖Δ‖ of the fragment sent last, computed now on up to 16,384 of
           its elements a shard, without error feedback; after the first sync.
         - `exchange_mbit_s`: payload bits that this process sent in the last exchange over the seconds until the
@@ -454,7 +455,10 @@ class StreamingDiLoCo:
             computed: with those that are computed now; without them, any process and thread may call it at any
                 time.
         """
-        return begin_logs(self)() if computed else _counters(self._membership)
+        logs = begin_logs(self)() if computed else _counters(self._membership)
+        if self._stands_in:  # then θ is not in the model
+            logs.pop("distance_to_outer", None)
+        return logs
 
     def outer_parameters(self) -> dict[str, Tensor]:
         """Θ by parameter name, FP32, shaped and sharded as in the model: what to ship.

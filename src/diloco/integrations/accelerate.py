@@ -62,7 +62,6 @@ class DiLoCo:
             )
         ours = [optimizer for optimizer in prepared if is_trained_by(self.engine, optimizer)]
         self._attachment = self.engine.attach((ours or prepared)[-1])
-        self._first_step = self.engine.num_steps
         return self
 
     def step(self) -> None:
@@ -74,7 +73,7 @@ class DiLoCo:
         self._attachment.remove()
         if kind is not None:
             return
-        if self.engine.num_steps == self._first_step:
+        if not self.engine.num_steps:
             raise UserError("the optimizer took no step in this context: train inside of it")
         self.engine.finish()
         self.engine.copy_outer_to_model()

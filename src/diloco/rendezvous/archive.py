@@ -74,6 +74,8 @@ def _contradiction(index: Index, number: int) -> str:
     replicas |= {replica for log in state.fragments for replica in log.last_seq}
     if state.number != number:
         return f"it counts {state.number} entries"
+    if state.closed:
+        return "it says that the run is closed"
     if missing := [replica for replica in replicas if replica >= len(state.members)]:
         return f"replica {missing[0]} has not joined"
     if state.members[index.author].fenced:

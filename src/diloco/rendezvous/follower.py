@@ -25,7 +25,7 @@ from diloco.rendezvous.contract import (
 from diloco.rendezvous.deciding import Decider, Pace
 from diloco.rendezvous.log.entries import Body, Close, Entry, Leave, LogError, Outer, Snapshot
 from diloco.rendezvous.log.keys import Signer
-from diloco.rendezvous.log.log import FOR_EVER, Log, source_of
+from diloco.rendezvous.log.log import FOR_EVER, Log, LostEntryError, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState
 from diloco.rendezvous.objects import Objects
 from diloco.rendezvous.payloads import Access, Averager, Inbox, Outbox
@@ -374,8 +374,8 @@ class Follower:
             return False
         try:
             (number, entry), is_own = await self._log.append(body, author=self._own)
-        except LogError:
-            if queued is None or isinstance(queued, Leave):
+        except LogError as error:
+            if queued is None or isinstance(queued, Leave) or isinstance(error, LostEntryError):
                 raise
             self._to_append.popleft()  # a snapshot that a newer one has made needless
             return False

@@ -401,6 +401,8 @@ class _StoreSeat:
             if self.failure is None and not self._is_closing:
                 seconds = 2 * self._timeout_seconds if seconds is None else seconds
                 self._background.wait(self.follower.leave(finished=False), seconds, self._store.url)
+            elif self.failure is None:
+                self._wait_until_left(_SECONDS_TO_WITHDRAW if seconds is None else seconds)
             if self._has_drained and not self.follower.closed:
                 self._say_entry()
         finally:
@@ -419,6 +421,12 @@ class _StoreSeat:
             "others may go on",
             *(self.follower.state.members[self.own].name, self.entry, self._store.url),
         )
+
+    def _wait_until_left(self, seconds: float) -> None:
+        """Wait until the log says that this replica has left, or the time is over."""
+        deadline = time.monotonic() + seconds
+        while not self.follower.state.members[self.own].left and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def abort(self, reason: str) -> None:
         """Stop at once, after an error; the other replicas go on."""

@@ -25,7 +25,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from diloco.errors import DilocoError, ExchangeError, ReplicaFailedError, exit_code_of
+from diloco.errors import DilocoError, ExchangeError, FileWriteError, ReplicaFailedError, exit_code_of
 
 if TYPE_CHECKING:
     from diloco.training.config.config import TrainConfig
@@ -302,11 +302,16 @@ def _supervise(
 @contextmanager
 def _meeting_file() -> Iterator[str]:
     """The path, in each child, of a file that ends with the last process that holds it, however that ends."""
-    if sys.platform != "linux":
-        with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+    try:
+        descriptor = os.memfd_create("diloco")
+    except (AttributeError, OSError):  # another system, an old libc, or a kernel that forbids it
+        try:
+            temporary = tempfile.TemporaryDirectory(prefix="diloco-")
+        except OSError as error:
+            raise FileWriteError(f"no temporary directory can be made: {error}") from None
+        with temporary as folder:
             yield str(Path(folder, "store"))
         return
-    descriptor = os.memfd_create("diloco")
     try:
         yield f"/proc/self/fd/{descriptor}"
     finally:
@@ -413,7 +418,7 @@ def _environment(rank: int, num_processes: int, store: str) -> dict[str, str]:
 
 def _explain(rank: int, exit_code: int, report: Connection, processes_per_replica: int) -> ReplicaFailedError:
     """The error of a process that failed, as it reported it itself, or else by its exit code."""
-    with suppress(EOFError):  # it has sent nothing
+    with suppress(EOFError, OSError):  # it has sent nothing, or was killed amid it
         if report.poll():
             error = json.loads(report.recv_bytes())
             return ReplicaFailedError(error["message"], exit_code=exit_code, fields=tuple(error["fields"]))

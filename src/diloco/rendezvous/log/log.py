@@ -17,6 +17,11 @@ from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.store import BadObjectError, Store
 from diloco.schema import converted, decoded
 
+
+class LostEntryError(LogError):
+    """The store has not the entry that it had, or what lies in its place is none."""
+
+
 FOR_EVER = float("inf")
 """The patience of a replica's work beside its training thread, which bounds it: by `max_local_steps` without the
 store, and by the time that leaving may take."""
@@ -186,7 +191,7 @@ class Log:
                 f"is not in {self._store.url} any more: the store has lost it, an older copy was put back, or the "
                 "directory was emptied, or unmounted on this computer"
             )
-        raise LogError(f"{source_of(number)} {trouble}; see what is there, and start this replica again")
+        raise LostEntryError(f"{source_of(number)} {trouble}; see what is there, and start this replica again")
 
     def _taken(self, data: bytes) -> Entry:
         """Check an entry, and go on to the state after it."""
@@ -228,7 +233,7 @@ def _naming(number: int) -> Iterator[None]:
     try:
         yield
     except BadObjectError as error:
-        raise LogError(f"{source_of(number)} can't be used: {error}") from None
+        raise LostEntryError(f"{source_of(number)} can't be used: {error}") from None
 
 
 def begun(data: bytes) -> tuple[Create, RunState]:
