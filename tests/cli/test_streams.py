@@ -83,5 +83,5 @@ def test_a_live_display_keeps_its_own_movements_and_bars_their_returns(monkeypat
         terminal.flush()
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)
-    assert "\x1b[2K" in shown and "a bar\rthe same bar" in shown
+    assert "\x1b[?25l" in shown and "a bar\rthe same bar" in shown
     assert "row\ufffd]0;title" in shown and shown.count("\ufffd") == shown.count("\ufffd]0;title")
