@@ -241,7 +241,7 @@ class StoreRendezvous:
         )
 
     def leave(self, *, seconds: float | None = None) -> None:
-        """Wait for own uploads and leave; what was uploaded may still be counted.
+        """Wait for own uploads and leave; what was uploaded may be counted until the run is closed.
 
         After `engine.finish()` a warning names the entry of the log whose outer parameters this replica has,
         unless that is the one that closes the run.
@@ -415,7 +415,7 @@ class _StoreSeat:
         return self.follower.state.reached([num_taken for num_taken, _ in self.follower.bases])
 
     def _say_entry(self) -> None:
-        """Say which outer parameters a replica ends with, where they may not be the run's last."""
+        """Name the entry whose outer parameters a replica ends with: the run may go on."""
         _LOG.warning(
             "%s ends with the outer parameters after entry %d of the log of %s, and no entry closes the run: "
             "others may go on",

@@ -147,7 +147,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Leave:
-    """A replica leaves; what it has uploaded may still be counted."""
+    """A replica leaves; what it has uploaded may be counted until the run is closed."""
 
     finished: bool
     """True if the run's token budget is spent: the others take their last inner step, too."""
