@@ -204,6 +204,7 @@ def scraped(case: Case) -> tuple[dict[str, float], dict[str, float]]:
             engine.step()
         first = first.result()
     last = scrape(server.port)
+    assert server._server.server_address[0] == "127.0.0.1", "nobody else reaches it"
     counters = engine.logs(computed=False)
     server.close()
     with pytest.raises(OSError):
