@@ -5,7 +5,7 @@
 
 `time`: three replicas, each a process with a network of its own (a proxy that adds latency to each request and
 limits bandwidth each way) to one SeaweedFS on this machine. Inner steps sleep. τ is as many steps as the rule asks
-for, 2 looks + 4 round trips + size / up + (M − 1) size / down, and H is 3 τ. For each payload: the time from the
+for, 2 looks + 5 round trips + size / up + (M − 1) size / down, and H is 3 τ. For each payload: the time from the
 call of `engine.step()` that sends it to that which knows the decision that counts it.
 
 `bill`: eight replicas with P = 20 and H = 100, all times a tenth of those of a run with steps of 1 s: requests for
@@ -96,7 +96,7 @@ def _times(server: Server, mbit_s: float, latency_ms: float, arguments: argparse
     elements, poll_seconds = arguments.elements, arguments.poll_seconds
     latency_seconds, num_bytes = latency_ms / 1000, codec(WIRE).payload_bytes(elements)
     transfer_seconds = NUM_REPLICAS * 8 * num_bytes / (mbit_s * 1e6)
-    rule_seconds = 2 * poll_seconds + 4 * latency_seconds + transfer_seconds
+    rule_seconds = 2 * poll_seconds + 5 * latency_seconds + transfer_seconds
     overlap_steps = math.ceil(rule_seconds / STEP_SECONDS)
     settings = {
         "url": server.new_url(),

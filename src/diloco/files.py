@@ -38,7 +38,7 @@ def writing(path: Path, num_bytes: int | None = None) -> Iterator[None]:
     except FileWriteError:
         raise
     except (OSError, SafetensorError) as error:
-        number = error.errno if isinstance(error, OSError) else _os_error(str(error))
+        number = os_error(error)
         if number is None and not isinstance(error, OSError):
             raise
         reason = os.strerror(number) if number is not None else str(error)
@@ -74,9 +74,11 @@ def _reason(error: Exception) -> str:
     return " ".join(text.split())[:300]
 
 
-def _os_error(text: str) -> int | None:
-    """The number of the operating system's error in the words of a library that is written in Rust."""
-    match = re.search(r"\(os error ([0-9]+)\)", text)
+def os_error(error: Exception) -> int | None:
+    """The number of the operating system's error, which a library that is written in Rust has in its words."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    match = re.search(r"\(os error ([0-9]+)\)", str(error))
     return int(match[1]) if match else None
 
 

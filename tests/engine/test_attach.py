@@ -339,3 +339,6 @@ def test_an_optimizer_of_parameters_that_are_frozen_for_now_is_accepted():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.requires_grad_(False)
     engine.attach(optimizer)
+    model.requires_grad_(True)
+    optimizer.step()
+    assert engine.num_steps == 1

@@ -1,5 +1,6 @@
 """Buffers that training changes: named, or averaged at the end."""
 
+import os
 import warnings
 
 import pytest
@@ -117,3 +118,25 @@ def differ_in_shape() -> str:
 def test_buffers_of_other_shapes_are_named():
     for message in run_replicas(differ_in_shape, 2):
         assert "the shape of buffer mean: replica 0 has [2], replica 1 has [3]" in message
+
+
+def test_a_change_below_fp32_is_seen():
+    model = nn.Module()
+    model.register_buffer("mean", torch.ones(2, dtype=torch.float64))
+    buffers = Buffers(model)
+    model.mean[1] += 1e-12
+    assert buffers.changed() == ["mean"]
+
+
+def build_behind_a_leader() -> str:
+    replica, rank = divmod(int(os.environ["DILOCO_REPLICA"]), 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    exchange = diloco.connect(replica=replica, num_replicas=2, leader=True, timeout_seconds=20)
+    with pytest.raises(diloco.UserError) as caught:
+        diloco.StreamingDiLoCo(network(), fragments="whole", buffers="average", exchange=exchange)
+    return str(caught.value)
+
+
+def test_processes_behind_a_leader_are_refused():
+    for message in run_replicas(build_behind_a_leader, 4, joined=False):
+        assert "buffers=average needs replicas of one process" in message

@@ -67,6 +67,7 @@ def member_of(script: Script) -> tuple[ElasticMembership, Tensor]:
         combine="gather",
         error_feedback=None,
         seed=0,
+        buffers="own",
     )
     parameters = FragmentParameters(model, settings.fragments)
     state = outer_state(settings, parameters, offload=False)

@@ -48,6 +48,27 @@ def test_a_process_that_ends_without_a_word_is_named(rank, num_ranks, exit_code,
     assert str(_explain(rank, exit_code, nothing_sent(), processes_per_replica=num_ranks)) == sentence
 
 
+def test_an_error_that_a_kill_has_cut_off_is_not_read():
+    report, theirs = Pipe(duplex=False)
+    os.write(theirs.fileno(), (100).to_bytes(4, "big") + b'{"message"')
+    theirs.close()
+    assert str(_explain(1, -signal.SIGKILL, report, processes_per_replica=1)).startswith("replica 1 was killed")
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_where_there_is_no_file_without_a_name_replicas_meet_in_a_directory(is_there, monkeypatch):
+    def refuse(name: str) -> int:
+        raise PermissionError
+
+    if is_there:
+        monkeypatch.setattr(os, "memfd_create", refuse)
+    else:
+        monkeypatch.delattr(os, "memfd_create")
+    with processes._meeting_file() as path:
+        assert Path(path).parent.is_dir() and Path(path).parent.name.startswith("diloco-")
+    assert not Path(path).parent.exists()
+
+
 def nothing_sent() -> Connection:
     report, theirs = Pipe(duplex=False)
     theirs.close()

@@ -35,7 +35,7 @@ def styled() -> Iterator[None]:
 class _Stream:
     def __init__(self, stream: io.TextIOWrapper) -> None:
         self.rich_proxied_file = stream
-        """The stream that rich writes to in the place of this one."""
+        """The stream that rich writes to in place of this one."""
 
     def write(self, text: str) -> int:
         # A return goes to the beginning of the own line alone: bars of progress use it.

@@ -14,6 +14,7 @@ import tyro
 from diloco.cli._command import asks_for_help, field_of, spelled
 from diloco.cli._explain import hinted
 from diloco.cli._recipe import changed, named_recipe
+from diloco.cli._streams import safe_streams
 from diloco.errors import UserError
 from diloco.training.config.config import TrainConfig, differences, with_value
 from diloco.training.config.recipes import RECIPES, recipe, with_hugging_face, with_model_at
@@ -223,13 +224,14 @@ def _replica(asked: TrainConfig, is_resume: bool) -> None:
     from diloco.report.terminal.training import TrainingProgress, print_outcome
     from diloco.training.loop import train
 
-    config, console = resolved(asked), Screen()
-    progress = TrainingProgress(config, console) if int(os.environ["RANK"]) == 0 else None
-    on_start = None if progress is None else partial(progress.started, is_resume=is_resume)
-    try:
-        outcome = train(asked, resume=is_resume, on_start=on_start, on_step=progress)
-    finally:
-        if progress is not None:
-            progress.close()
-    if outcome is not None:
-        print_outcome(config, outcome, console)
+    with safe_streams():
+        config, console = resolved(asked), Screen()
+        progress = TrainingProgress(config, console) if int(os.environ["RANK"]) == 0 else None
+        on_start = None if progress is None else partial(progress.started, is_resume=is_resume)
+        try:
+            outcome = train(asked, resume=is_resume, on_start=on_start, on_step=progress)
+        finally:
+            if progress is not None:
+                progress.close()
+        if outcome is not None:
+            print_outcome(config, outcome, console)

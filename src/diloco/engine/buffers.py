@@ -18,7 +18,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Buffers:
     """The persistent floating-point buffers of a model, such as the running statistics of BatchNorm.
 
-    Caches are not among them, which are no part of the model's state, nor are sparse tensors.
+    Caches, which are no part of the model's state, and sparse tensors are left out.
 
     Args:
         model: the replica's copy, as it begins.
@@ -38,11 +38,12 @@ class Buffers:
         return {
             name: local(buffer)
             for name, buffer in named.items()
-            if buffer.layout is torch.strided and buffer.dtype in _DTYPES and not buffer.is_meta
+            if buffer.layout is torch.strided and buffer.dtype in _DTYPES
+            if not (buffer.is_meta or buffer.is_nested)
         }
 
     def _digests_now(self) -> dict[str, int]:
-        return {name: outer_digest(buffer.reshape(-1).float()) for name, buffer in self._named().items()}
+        return {name: outer_digest(_as_fp32(buffer.reshape(-1))) for name, buffer in self._named().items()}
 
     def changed(self) -> list[str]:
         """The names of those that have changed since the beginning."""
@@ -78,3 +79,8 @@ class Buffers:
             total_B += torch.frombuffer(bytearray(message), dtype=torch.float64)
         for buffer, part_B in zip(buffers, (total_B / len(sent)).split([b.numel() for b in buffers]), strict=True):
             buffer.copy_(part_B.view(buffer.shape))
+
+
+def _as_fp32(values: Tensor) -> Tensor:
+    """FP32 values that differ where these do: FP64 ones are read as two numbers each."""
+    return values.contiguous().view(torch.float32) if values.dtype == torch.float64 else values.float()

@@ -279,18 +279,22 @@ class ElasticMembership(Membership):
             wait: wait for the decisions of all own payloads whose overlap has passed, bounded in time, and take
                 whatever else was decided when this began.
         """
-        end, steps = time.perf_counter() + _MOST_SECONDS, []
+        return tuple(self._merged(wait=wait))
+
+    def _merged(self, *, wait: bool) -> Iterator[OuterStep]:
+        """The outer steps of `merge`, one by one: an error in the midst loses none of those before."""
+        end = time.perf_counter() + _MOST_SECONDS
         self._listen()
         # Not those that come meanwhile: a replica slower than the others' decisions would never end.
         newest, num_taken = self._newest_rounds, sum(self.rounds)
         fragments = range(len(self._waiting))
         for p in (*fragments[self._first_fragment :], *fragments[: self._first_fragment]):
             for outer_step in self._take_waiting(p):
-                steps.append(outer_step)
+                yield outer_step
                 if not wait and time.perf_counter() > end:
                     self._first_fragment = (p + 1) % len(self._waiting)
                     self._listen()
-                    return tuple(steps)
+                    return
             while wait and (self._is_over(p) or self._is_behind(p, newest[p])):
                 if self._closed:  # all that was decided is taken: nobody will count the own offer
                     self._give_up(p)
@@ -298,10 +302,9 @@ class ElasticMembership(Membership):
                 start = time.perf_counter()
                 self._listen(wait_for=p)
                 self.replica.blocked_seconds += time.perf_counter() - start
-                steps += self._take_waiting(p)
+                yield from self._take_waiting(p)
         if sum(self.rounds) > num_taken:
             self._listen()  # so that the next rounds of these fragments can be decided meanwhile
-        return tuple(steps)
 
     def _is_over(self, p: int) -> bool:
         """True if a fragment is in flight, and its overlap has passed."""
@@ -460,13 +463,8 @@ class ElasticMembership(Membership):
         self.replica.parameters.watch.take(self.replica.num_steps)()
         merged: list[OuterStep] = []
         try:
-            merged += self._drained()
-            if flush and not self._closed:
-                for p in self.uncounted_fragments():
-                    self.send(p)
-                merged += self._drained()
-            if close or self._is_finished:
-                merged += self._rest()
+            for outer_step in self._last(flush=flush, close=close):
+                merged.append(outer_step)
         except NoDecisionError:
             if not (close or self._is_finished):
                 raise
@@ -474,8 +472,18 @@ class ElasticMembership(Membership):
             self.joined.seat.close()
         return tuple(merged)
 
+    def _last(self, *, flush: bool, close: bool) -> Iterator[OuterStep]:
+        """The outer steps after the last inner step, one by one; see `finish`."""
+        yield from self._drained()
+        if flush and not self._closed:
+            for p in self.uncounted_fragments():
+                self.send(p)
+            yield from self._drained()
+        if close or self._is_finished:
+            yield from self._rest()
+
     def _rest(self) -> Iterator[OuterStep]:
-        """End the run, and take every outer step up to the entry that closes it, whose Θ must be this replica's.
+        """End the run, take every outer step up to its last entry, and compare Θ with that entry's.
 
         Raises:
             NoDecisionError: if the run is not closed in time.
@@ -502,11 +510,11 @@ class ElasticMembership(Membership):
             self._has_warned = True
             _LOG.warning("step %d: the run is closed, and counts nothing more: finish", self.replica.num_steps)
 
-    def _drained(self) -> tuple[OuterStep, ...]:
-        """The outer steps of what is in flight."""
+    def _drained(self) -> Iterator[OuterStep]:
+        """The outer steps of what is in flight, one by one."""
         self._is_draining = True
         try:
-            return self.merge(wait=True)
+            yield from self._merged(wait=True)
         finally:
             self._is_draining = False
             self._listen()

@@ -27,7 +27,7 @@ class EqualGradients:
     """Notices two replicas whose outer gradients of all fragments are equal, as independent training makes none.
 
     In one fragment they may be equal without that, where it has no gradients and the weights decay. Payloads too
-    short to judge prove nothing, nor do those of zeros.
+    short to judge prove nothing, nor do those of zeros. With reduce_scatter a replica judges by its own shares.
 
     Args:
         num_fragments: P.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from diloco.engine.parameters import local
+from diloco.engine.parameters import is_sharded, local
 from diloco.errors import UserError, nearest, setting
 from diloco.exchange.leader import LeaderExchange
 from diloco.exchange.process_group import ProcessGroupExchange
@@ -53,8 +53,8 @@ class Settings:
     """β; None turns error feedback off."""
     seed: int
     """The seed of codecs that draw random numbers."""
-    buffers: Literal["own", "average"] = "own"
-    """The end of floating-point buffers that training changes."""
+    buffers: Literal["own", "average"]
+    """The values that the buffers have after `finish()`: each replica's own, or the mean."""
 
     @property
     def reduction(self) -> Reduction:
@@ -80,16 +80,17 @@ class Settings:
             raise UserError(f"seed must be a whole number, at least 0 and below 2^64, not {self.seed}", "seed")
         _check_parameters(model)
 
-    def check_transport(self, transport: Transport) -> None:
+    def check_transport(self, transport: Transport, model: nn.Module) -> None:
         """Refuse a transport that can't do what the settings need.
 
         Raises:
             UserError: naming both.
         """
-        if self.buffers == "average" and isinstance(transport, LeaderExchange):
+        has_several = isinstance(transport, LeaderExchange) or any(map(is_sharded, model.parameters()))
+        if self.buffers == "average" and has_several:
             raise UserError(
-                "buffers=average needs replicas of one process, and those behind a leader have buffers of their "
-                "own: leave it out, and estimate the buffers anew for Θ (torch.optim.swa_utils.update_bn)",
+                "buffers=average needs replicas of one process, since each process has buffers of its own: leave "
+                "it out, and estimate the buffers anew for Θ (torch.optim.swa_utils.update_bn)",
                 "buffers",
             )
         if transport.ordered and self.reduction.num_phases > 1:
@@ -223,7 +224,7 @@ def settings_of(
     combine: str,
     error_feedback: float | None,
     seed: int,
-    buffers: Literal["own", "average"] = "own",
+    buffers: Literal["own", "average"],
 ) -> Settings:
     """The settings that the engine's arguments stand for.
 

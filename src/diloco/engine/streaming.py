@@ -57,7 +57,7 @@ def _membership(
     """
     settings.check(model, None if exchange is None else exchange.num_replicas)
     if exchange is not None:
-        settings.check_transport(exchange)
+        settings.check_transport(exchange, model)
         parameters = FragmentParameters(model, settings.fragments, masters)
         state = outer_state(settings, parameters, offload=offload)
         lane = device_lane(parameters.device, exchange.device)
@@ -536,7 +536,7 @@ class StreamingDiLoCo:
         self._sound = True
 
     def _check_own_parameters(self, method: str) -> None:
-        """Refuse a method that needs θ in the model where Θ stands in its place."""
+        """Refuse a method that needs θ while Θ stands in the model."""
         if self._stands_in:
             raise UserError(
                 f"engine.{method}() inside outer_parameters_applied(), where the model has Θ in the place of its "

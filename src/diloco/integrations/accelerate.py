@@ -60,8 +60,8 @@ class DiLoCo:
             raise UserError(
                 "prepare the optimizer with accelerator.prepare before the loop: its steps are counted"
             )
-        ours = [optimizer for optimizer in prepared if is_trained_by(self.engine, optimizer)]
-        self._attachment = self.engine.attach((ours or prepared)[-1])
+        of_model = [optimizer for optimizer in prepared if is_trained_by(self.engine, optimizer)]
+        self._attachment = self.engine.attach((of_model or prepared)[-1])
         return self
 
     def step(self) -> None:

@@ -35,7 +35,10 @@ class Pace:
     drain_seconds: float
     """Seconds after the last inner step, after which a replica decides with the payloads that are there."""
     close_seconds: float
-    """The least time after the end of its part in which a replica waits for others before it closes the run."""
+    """Least seconds that a replica with no more inner steps waits for others before it closes the run.
+
+    Half of the time that a decision may take is the most that it waits, also where that is shorter.
+    """
 
 
 class Decider:

@@ -458,7 +458,7 @@ class Replay:
             self.notes.append(f"{', '.join(foreign)}: diloco has not written them, and nobody reads them")
 
     async def _find_snapshots(self) -> None:
-        """Keep of the snapshots that entries name those that are in the store, or must be there."""
+        """Drop the snapshots that were retired: they are not in the store, and need not be."""
         names = {name for name, _ in await self._store.list("snapshots")}
         for p, refs in enumerate(self._snapshots):
             named = {snapshot_name(p, ref.round, ref.sha256): ref for ref in refs.values()}

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -175,8 +175,13 @@ def status_of(state: RunState, form: Form, *, num_slots: int) -> RunStatus:
 
 def _replica(state: RunState, number: int, last: Sequence[OuterRef]) -> ReplicaStatus:
     member, num_fragments = state.members[number], len(state.fragments)
-    standing: Standing = "active" if state.is_active(number) else "inactive"
-    standing = "replaced" if member.fenced else "left" if member.left else standing
+    standing: Standing = "inactive"
+    if member.fenced:
+        standing = "replaced"
+    elif replace(state, closed=()).is_active(number):
+        standing = "left" if state.closed else "active"
+    elif member.left:
+        standing = "left"
     stale = [
         ref.body.round - 1 - counted.base_round
         for ref in last

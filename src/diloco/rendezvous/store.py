@@ -30,7 +30,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import LocalStore, from_url
 
 from diloco.errors import DilocoError, UserError
-from diloco.files import create, expanded, make_directory
+from diloco.files import create, expanded, make_directory, os_error
 from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def lasting(error: Exception, *, url: str, action: str, answered: bool) -> Store
     if isinstance(error, TimeoutError):
         return None
     text, scheme = str(error), url.partition("://")[0]
-    code, status, number = _code(text), _number(r"status code: (\d{3})", text), _os_number(error)
+    code, status, number = _code(text), _number(r"status code: (\d{3})", text), os_error(error)
     where = f"can't {action} in {url}"
     if scheme not in CREDENTIALS:
         if isinstance(error, obstore_errors.PermissionDeniedError):
@@ -153,11 +153,6 @@ def _code(text: str) -> str:
 def _number(pattern: str, text: str) -> int | None:
     match = re.search(pattern, text)
     return int(match[1]) if match else None
-
-
-def _os_number(error: Exception) -> int | None:
-    """The number of the operating system's error, which the client library writes into its text."""
-    return getattr(error, "errno", None) or _number(r"\(os error (\d+)\)", str(error))
 
 
 def _os_reason(number: int) -> str:
@@ -574,7 +569,7 @@ class Store:
             if isinstance(error, FileNotFoundError):
                 self._has_answered = True
                 raise
-            number = _os_number(error) if self.is_directory else None
+            number = os_error(error) if self.is_directory else None
             reason = _os_reason(number) if number is not None else first_line(error)
             retry.fails(f"no answer in {limit:.3g} s" if isinstance(error, TimeoutError) else reason, started)
             raise _Again from None

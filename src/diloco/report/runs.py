@@ -86,7 +86,7 @@ def summary_facts(summary: Summary) -> dict[str, str]:
 
 
 def _of_entry(summary: Summary) -> str:
-    """The place of the outer parameters in the log, where they may not be the run's last."""
+    """The place of the outer parameters in the log; empty for those of the run's last entry."""
     return f", of entry {summary.entry}: the run was not closed" if summary.closed is False else ""
 
 

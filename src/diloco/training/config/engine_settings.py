@@ -42,6 +42,7 @@ def engine_settings(diloco: DilocoConfig, model: nn.Module, *, seed: int) -> Set
         combine=diloco.combine,
         error_feedback=diloco.error_feedback,
         seed=seed,
+        buffers="own",
     )
 
 
