@@ -485,7 +485,8 @@ class Store:
 
         async def names() -> "list[tuple[str, int]]":
             stream = obstore.list(self._client, prefix or None, offset=after)
-            return [(meta["path"], meta["size"]) async for chunk in stream for meta in chunk]
+            listed = [(meta["path"], meta["size"]) async for chunk in stream for meta in chunk]
+            return [(name, size) for name, size in listed if name > (after or "")]  # servers may ignore `after`
 
         try:
             return sorted(await retry.until_done(lambda: self._request("list", names, retry)))
