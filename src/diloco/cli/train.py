@@ -176,7 +176,7 @@ def _start(command: Command, budget: Budget | None) -> None:
 
 
 def _hint(config: TrainConfig) -> str:
-    """How to go on with a run that has ended before its end."""
+    """The way to go on with a run that has ended too early."""
     from diloco.training.processes import under_a_launcher
     from diloco.training.records.checkpoints import finished_steps
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from diloco.errors import ExchangeError, Stopped
 from diloco.exchange.notices import ask, first_sentence
-from diloco.exchange.transport import Store, wait_for_all
+from diloco.exchange.transport import wait_for_all
 from diloco.training.processes import AT_ONCE, SECONDS_BETWEEN_SIGNALS, STORE, on_signal
 from diloco.training.world import World, name_of_process
 
@@ -43,7 +43,8 @@ class Stop:
         self._failure: str | None = None
         # The launcher passes on once what a terminal has sent to each process already, and ends all by AT_ONCE.
         self._repeats_count = STORE not in os.environ
-        self._store: Store | None = None
+        self._world: World | None = None
+        self._store: dist.Store | None = None
         self._rank, self._ranks = 0, range(1)
         self._name_of: Callable[[int], str] = "replica {}".format
         self._lock = threading.Lock()
@@ -67,14 +68,14 @@ class Stop:
         if not self._waits_for_step:
             raise self.stopped(self._where)
 
-    def stopped(self, what: str) -> Stopped:
-        """The exception with which the run ends; `what` says how far it is saved."""
+    def stopped(self, saved: str) -> Stopped:
+        """The exception with which the run ends; `saved` says how far it is saved."""
         assert self._number is not None, "there was a signal"
-        return Stopped(f"stopped by {signal.Signals(self._number).name}{self._from}: {what}", 128 + self._number)
+        return Stopped(f"stopped by {signal.Signals(self._number).name}{self._from}: {saved}", 128 + self._number)
 
     def save_first(self, world: World, step: int) -> None:
         """Let signals wait for the end of a step from now on, in which each process has taken this one."""
-        self._begun, self._waits_for_step = step, True
+        self._world, self._begun, self._waits_for_step = world, step, True
         if world.store is None:
             return
         self._store = dist.PrefixStore("stop", world.store)
@@ -112,7 +113,7 @@ class Stop:
             time.sleep(0.01)
         return step > self._last_step
 
-    def _listen(self, store: Store) -> None:
+    def _listen(self, store: dist.Store) -> None:
         """Hear of a stop, answer with this process's step, and read the others', in a thread."""
         try:
             while self._number is None and not store.check([_STOP]):
@@ -132,7 +133,7 @@ class Stop:
             if self._number is not None:
                 self._fail(_not_saved(first_sentence(error)))
 
-    def _largest_step(self, store: Store) -> int:
+    def _largest_step(self, store: dist.Store) -> int:
         """The largest of the steps that the processes have promised to end with."""
         waiting, deadline = [*self._ranks], time.monotonic() + _SECONDS_TO_ANSWER
         while waiting := [rank for rank in waiting if not store.check([_step_of(rank)])]:
@@ -144,31 +145,33 @@ class Stop:
         return ", ".join(map(self._name_of, sorted(ranks)[:_MOST_NAMES]))
 
     def _fail(self, failure: str) -> None:
-        """Raise `Stopped` in the main thread, which may wait for a process that is gone."""
+        """Tell the others, and raise `Stopped` in the main thread, which may wait for a process that is gone."""
         self._failure = failure
+        if self._world is not None:
+            self._world.exchange.abort(failure)
         main = threading.main_thread().ident
         if signal.getsignal(signal.SIGTERM) == self.hear and main is not None and not self._is_closed.is_set():
             signal.pthread_kill(main, signal.SIGTERM)
 
-    def wait_until_saved(self, step: int, *, seconds: float, failure: Callable[[], str | None]) -> None:
+    def wait_until_saved(self, step: int, *, seconds: float) -> None:
         """Wait until each process has saved the last step, as this one has.
 
         Args:
             step: the last one.
             seconds: how long the others may take.
-            failure: says what another process has failed with.
 
         Raises:
             ExchangeError: if one fails, or is too late.
         """
-        if self._store is None:
+        if self._store is None or self._world is None:
             return
-        store, begin, waiting = self._store, time.monotonic(), {*self._ranks}
+        store, exchange = self._store, self._world.exchange
+        begin, waiting = time.monotonic(), {*self._ranks}
         deadline = begin + seconds
 
         def missing() -> str:
-            if (reason := failure()) is not None:
-                raise ExchangeError(f"step {step} is not saved by every replica: {reason}")
+            if exchange.failure is not None:
+                raise ExchangeError(f"step {step} is not saved by every replica: {exchange.failure}")
             waiting.difference_update([r for r in waiting if ask(deadline + 1, store.check, [_saved_by(r)])])
             return self._names(waiting)
 
@@ -177,7 +180,7 @@ class Stop:
         wait_for_all(missing, begin=begin, seconds=seconds, where=where, remedy=remedy)
         self._let_the_others_read(store)
 
-    def _let_the_others_read(self, store: Store) -> None:
+    def _let_the_others_read(self, store: dist.Store) -> None:
         """Have the first process, which may hold the store, end last."""
         deadline = time.monotonic() + _SECONDS_TO_CLOSE
         with suppress(ExchangeError):
