@@ -73,7 +73,7 @@ def be_process(config: TrainConfig, meeting: str) -> int:
 
 
 def stop_and_go_on(config: TrainConfig, stopped_rank: int, at_step: int) -> tuple[str, int, list[Any]]:
-    """A run of which one process hears SIGTERM, and which goes on: its end, and its hash beside an undisturbed one."""
+    """A run of which one process hears SIGTERM, and which goes on; its end, and its hash beside a whole run's."""
     rank, sentence, exit_code = be_process(config, "whole"), "", 0
 
     def hear(metrics) -> None:
@@ -199,7 +199,7 @@ def test_a_run_stopped_at_any_moment_goes_on_bit_for_bit(folder, streaming, mome
     draw = random.Random(moment)
     stop = (stop_by_terminal, stop_the_first_process, preempt)[moment % 3]
     step = (draw.randint(1, 118), 0, draw.randint(1, 3), draw.randint(114, 120))[moment % 4]
-    every, seconds = draw.choice(("1", "7", "1000")), draw.uniform(0, 0.3)
+    every, seconds = draw.choice(("1", "7", "1000")), draw.uniform(0, 0.03)
     directory = folder / "runs" / f"moment-{moment}"
     flags = [*FLAGS, "--log-layer-cosine", "--checkpoint.every-steps", every]
     with started(folder, "--name", directory.name, *flags) as process:
@@ -217,7 +217,7 @@ def test_a_run_stopped_at_any_moment_goes_on_bit_for_bit(folder, streaming, mome
         if saved := re.search(r"every replica has saved step (\d+); go on from step (\d+) with: ", done.stderr):
             assert saved[1] == saved[2] and at == int(saved[1]) >= step
         else:
-            assert "there is no step to save yet" in done.stderr or "the last step is taken" in done.stderr
+            assert at in (0, 120) and "saved step" not in done.stderr, done.stderr
     is_claimed = (directory / "config.json").exists()
     again = ["--resume", str(directory)] if is_claimed else ["--name", directory.name, *flags]
     done = run(folder, *again) if not (directory / "summary.json").exists() else done

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 
 import torch.distributed as dist
 
@@ -63,10 +64,8 @@ class Stop:
             if not self._repeats_count or now - self._heard_at < SECONDS_BETWEEN_SIGNALS:
                 return
         self._number, self._heard_at = self._number or number, self._heard_at or now
-        if is_at_once or not is_first:
-            raise self.stopped(self._failure or "this step is not saved")
-        if not self._waits_for_step:
-            raise self.stopped(self._where)
+        if is_at_once or not is_first or not self._waits_for_step:
+            raise self.stopped(self._failure or self._where)
 
     def stopped(self, saved: str) -> Stopped:
         """The exception with which the run ends; `saved` says how far it is saved."""
@@ -75,7 +74,8 @@ class Stop:
 
     def save_first(self, world: World, step: int) -> None:
         """Let signals wait for the end of a step from now on, in which each process has taken this one."""
-        self._world, self._begun, self._waits_for_step = world, step, True
+        self._world, self._begun = world, step
+        self._where, self._waits_for_step = "this step is not saved", True
         if world.store is None:
             return
         self._store = dist.PrefixStore("stop", world.store)
@@ -116,7 +116,9 @@ class Stop:
     def _listen(self, store: dist.Store) -> None:
         """Hear of a stop, answer with this process's step, and read the others', in a thread."""
         try:
-            while self._number is None and not store.check([_STOP]):
+            for look in count():
+                if self._number is not None or (look % _LOOKS_PER_REQUEST == 0 and store.check([_STOP])):
+                    break
                 if self._is_closed.wait(_SECONDS_BETWEEN_LOOKS):
                     return
             if self._number is not None:
@@ -137,7 +139,7 @@ class Stop:
         """The largest of the steps that the processes have promised to end with."""
         waiting, deadline = [*self._ranks], time.monotonic() + _SECONDS_TO_ANSWER
         while waiting := [rank for rank in waiting if not store.check([_step_of(rank)])]:
-            if time.monotonic() > deadline or self._is_closed.wait(0.05):
+            if time.monotonic() > deadline or self._is_closed.wait(_SECONDS_BETWEEN_LOOKS):
                 raise RuntimeError(f"{self._names(waiting)} did not answer within {_SECONDS_TO_ANSWER:g} s")
         return max(int(store.get(_step_of(rank))) for rank in self._ranks)
 
@@ -146,11 +148,13 @@ class Stop:
 
     def _fail(self, failure: str) -> None:
         """Tell the others, and raise `Stopped` in the main thread, which may wait for a process that is gone."""
+        if self._is_closed.is_set():
+            return
         self._failure = failure
         if self._world is not None:
             self._world.exchange.abort(failure)
         main = threading.main_thread().ident
-        if signal.getsignal(signal.SIGTERM) == self.hear and main is not None and not self._is_closed.is_set():
+        if signal.getsignal(signal.SIGTERM) == self.hear and main is not None:
             signal.pthread_kill(main, signal.SIGTERM)
 
     def wait_until_saved(self, step: int, *, seconds: float) -> None:
@@ -190,7 +194,8 @@ class Stop:
 
 
 _STOP, _NUM_ENDED = "signal", "ended"
-_SECONDS_BETWEEN_LOOKS = 0.25
+_SECONDS_BETWEEN_LOOKS = 0.05
+_LOOKS_PER_REQUEST = 5
 _SECONDS_TO_ANSWER = 25.0
 """Less than torchrun, schedulers, and providers of spot instances wait before they kill."""
 _SECONDS_TO_CLOSE = 3.0
