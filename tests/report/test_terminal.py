@@ -89,7 +89,7 @@ def test_held_out_losses_are_printed_when_they_are_measured():
         f"step 2  held-out loss 2.8000 {of_replica}",
         f"step 4  held-out loss 2.6000 {of_replica}",
     ]
-    assert last.startswith("step 5/5  loss 2.000  held-out 2.600  ") and last.endswith("  ETA 0:00")
+    assert last.startswith("replica 0  step 5/5  loss 2.000  held-out 2.600  ") and last.endswith("  ETA 0:00")
 
 
 def test_a_replica_says_which_run_it_has_joined(tmp_path):

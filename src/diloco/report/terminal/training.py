@@ -12,7 +12,7 @@ from rich.text import Text
 
 from diloco.data.prepare import PrepareProgress, ProgressCallback
 from diloco.data.shards import read_index, total
-from diloco.report.runs import summary_facts
+from diloco.report.runs import summary_facts, with_meaning
 from diloco.report.text import duration, megabytes
 from diloco.schema import converted
 from diloco.training.config.config import TrainConfig
@@ -21,7 +21,7 @@ from diloco.training.config.resolve import Budget
 from diloco.training.prepare import epoch_tokens
 from diloco.training.records.metrics import StepMetrics
 from diloco.training.records.summary import Outcome, Summary
-from diloco.training.records.tail import ReplicaSteps
+from diloco.training.records.tail import ReplicaSteps, replica_tail
 
 if TYPE_CHECKING:
     from diloco.rendezvous.store_rendezvous import StoreRendezvous
@@ -63,7 +63,7 @@ def preparation_progress(console: Console) -> Iterator[ProgressCallback]:
 
 
 class TrainingProgress:
-    """One replica's progress since it started: two live lines in a terminal, elsewhere a line every 10 seconds.
+    """One replica's progress: two live lines in a terminal, elsewhere a line every 10 seconds.
 
     Args:
         config: the run's.
@@ -78,14 +78,19 @@ class TrainingProgress:
         self._task = self._bar.add_task("train", total=config.num_steps, eta="")
         self._line = Text()
         self._view = Live(Group(self._line, self._bar), console=console)
-        self._steps: ReplicaSteps | None = None
+        self._steps = ReplicaSteps(tokens_before=0 if config.rendezvous is None else None)
+        self._name = "replica 0  " if config.num_local_replicas > 1 else ""
         self._last_line = time.monotonic()
 
     def started(self, step: int, rendezvous: "StoreRendezvous | None", *, is_resume: bool) -> None:
-        """Show the replica's place in the run that it has joined, and the step from which a resume goes on."""
+        """Show the replica's place in the run that it has joined, and the step from which a resume goes on.
+
+        Its progress goes on with the steps before that.
+        """
         if rendezvous is not None:
             self._joined(rendezvous)
         if is_resume:
+            self._steps = replica_tail(self._config.directory, self._config, 0).read()
             self._resumed(step)
 
     def _joined(self, rendezvous: "StoreRendezvous") -> None:
@@ -105,8 +110,6 @@ class TrainingProgress:
 
     def __call__(self, metrics: StepMetrics) -> None:
         """Show a step."""
-        if self._steps is None:
-            self._steps = ReplicaSteps(tokens_before=metrics.tokens - self._config.tokens_per_step)
         self._steps.add(metrics)
         if metrics.eval_loss is not None:
             whose = " of replica 0's share of the text" if self._config.num_local_replicas > 1 else ""
@@ -131,7 +134,7 @@ class TrainingProgress:
             where = f"step {metrics.step}, {metrics.tokens / self._config.num_tokens:.1%} of the run"
         held_out = "" if steps.evaluated is None else f"held-out {steps.evaluated.eval_loss:.3f}  "
         return (
-            f"{where}  loss {steps.loss:.3f}  {held_out}{steps.tokens_per_second or 0:,.0f} tokens/s  "
+            f"{self._name}{where}  loss {steps.loss:.3f}  {held_out}{steps.tokens_per_second or 0:,.0f} tokens/s  "
             f"compute utilization {steps.compute_utilization:.1%}  sent {megabytes(steps.bytes_sent)}"
             + "".join(f"  {part}" for part in _of_gpu(metrics.model_flops_utilization, metrics.peak_memory_bytes))
         )
@@ -153,7 +156,7 @@ def print_outcome(config: TrainConfig, outcome: Outcome, console: Console) -> No
     facts = summary_facts(converted(outcome.summary, Summary, source="the summary"))
     for name, value in {**facts, "files": str(config.directory)}.items():
         if value:
-            console.print(f"{name:21}{value}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{name:21}{with_meaning(name, value)}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"\nThe model writes:\n\n{outcome.sample}", highlight=False, markup=False)
 
 
