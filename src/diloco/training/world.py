@@ -3,7 +3,6 @@
 import logging
 import os
 import secrets
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,13 +26,14 @@ from diloco.exchange.transport import (
     Group,
     LoopbackExchange,
     OneProcess,
+    Store,
     Transport,
     wait_for_all,
 )
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.resolve import facts_with_rendezvous, text_facts
 from diloco.training.hardware import chosen_device, use_autocast
-from diloco.training.processes import SIGNALS, STORE, on_signal, under_a_launcher
+from diloco.training.processes import STORE, under_a_launcher
 
 if TYPE_CHECKING:
     from diloco.rendezvous.store_rendezvous import StoreRendezvous
@@ -73,21 +73,13 @@ def meeting(config: TrainConfig) -> Iterator["StoreRendezvous"]:
             timeout_seconds=config.timeout_seconds,
             facts=facts_with_rendezvous(config) | text_facts(config.data.prepared).shared,
         )
-    with on_signal(_stop):
-        try:
-            yield rendezvous
-        except BaseException:
-            with suppress(DilocoError):  # the first error is the one to report
-                rendezvous.leave(seconds=_SECONDS_TO_LEAVE)
-            raise
-        rendezvous.leave()
-
-
-def _stop(number: int, _: object) -> None:
-    """End the run by an exception, which lets this replica leave."""
-    for each in SIGNALS:  # one is enough: the launcher passes on what the terminal has sent already
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+    try:
+        yield rendezvous
+    except BaseException:
+        with suppress(DilocoError):  # the first error is the one to report
+            rendezvous.leave(seconds=_SECONDS_TO_LEAVE)
+        raise
+    rendezvous.leave()
 
 
 _LOG = logging.getLogger("diloco")
@@ -248,6 +240,8 @@ class World:
     rendezvous: "StoreRendezvous | None" = None
     """The run of replicas that come and go, in the place of the exchange, which has nobody to reach then; of a
     replica's processes only the first has joined it."""
+    store: Store | None = None
+    """Where the processes find the words of each other that no transport brings; None in a process alone."""
 
     @property
     def replica(self) -> int:
@@ -351,11 +345,11 @@ def _joined(config: TrainConfig, device: torch.device, rank: int, local_rank: in
     timeout, world_size = timedelta(seconds=config.timeout_seconds), config.num_processes
     try:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        names, seconds = partial(_name_of, config.processes_per_replica), config.timeout_seconds
+        names, seconds = partial(name_of_process, config.processes_per_replica), config.timeout_seconds
         store = store_with_all(rank=rank, world_size=world_size, name_of=names, timeout_seconds=seconds)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         _agree_on_groups({name: getattr(config, name) for name in _GROUPS})
-        world = world_of(config, device, timeout, is_first_on_machine=local_rank == 0)
+        world = replace(world_of(config, device, timeout, is_first_on_machine=local_rank == 0), store=store)
     except ExchangeError:  # it says who is missing
         raise
     except RuntimeError as error:
@@ -384,7 +378,7 @@ def _warn_of_open_ports() -> None:
     )
 
 
-def _name_of(processes_per_replica: int, rank: int) -> str:
+def name_of_process(processes_per_replica: int, rank: int) -> str:
     """The name of a process, by its number among all."""
     replica, process = divmod(rank, processes_per_replica)
     return f"replica {replica}" if processes_per_replica == 1 else f"process {process} of replica {replica}"
