@@ -94,7 +94,7 @@ def train(
         on_step: called with the metrics of each step of this replica.
 
     Returns:
-        The outcome in the first process, None in the others.
+        The outcome in the first process of each replica, None in the others.
 
     Raises:
         TrainingError: if the loss is no longer finite, or memory does not suffice.
@@ -227,9 +227,7 @@ class _Run:
         if self.world.rendezvous is not None:
             self.world.rendezvous.leave()
         loss = evaluate(self.state, self.world, self.held_out, together=True)
-        means, outcome = self._means(), None
-        if self.world.replica == 0:
-            outcome = conclude(self.state, self.config, self.world, loss, means)
+        outcome = conclude(self.state, self.config, self.world, loss, self._means())
         if outcome is not None and outcome.summary.get("closed") is False:
             raise ExchangeError(
                 f"the run was not closed within {self.config.timeout_seconds:g} s: {SUMMARY_FILE} and "
