@@ -179,7 +179,7 @@ def _start(command: Command, budget: Budget | None) -> None:
 
 
 def _hint(config: TrainConfig) -> str:
-    """How to go on with a run that has ended before its end."""
+    """The way to go on with a run that has ended too early."""
     from diloco.training.processes import under_a_launcher
     from diloco.training.records.checkpoints import finished_steps
 
@@ -187,7 +187,7 @@ def _hint(config: TrainConfig) -> str:
     if under_a_launcher():  # other machines hold what is not here
         held = [steps for steps in held if steps] or held
     step = max(set.intersection(*held), default=0)
-    return f"go on {f'from step {step} ' if step else ''}with: {resume_command(config)}"
+    return f"{f'go on from step {step}' if step else 'no step is saved: go on'} with: {resume_command(config)}"
 
 
 def resume_command(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> str:
