@@ -142,8 +142,8 @@ def interrupted(folder: Path, after: str) -> tuple[int, str]:
     ("after", "sentence"),
     [
         ("import", "diloco: interrupted\n"),
-        ("start", "diloco: "),
-        ("step", "diloco: stopped by SIGINT; go on with: "),
+        ("start", "diloco: stopped by SIGINT"),
+        ("step", "diloco: stopped by SIGINT: every replica has saved step "),
     ],
 )
 def test_ctrl_c_ends_a_run_soon_and_with_one_line(tmp_path, small_corpus, after, sentence):

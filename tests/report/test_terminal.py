@@ -83,7 +83,7 @@ def test_a_forecast_of_replicas_that_come_and_go_counts_no_bytes(asked, tmp_path
     assert syncs.startswith("syncs  H = 10") and last == "bytes  depend on how many replicas take part"
 
 
-@pytest.mark.parametrize(("rank", "name"), [(0, ""), (1, "replica 1  ")])
+@pytest.mark.parametrize(("rank", "name"), [(0, "replica 0  "), (1, "replica 1  ")])
 def test_held_out_losses_are_printed_when_they_are_measured(rank, name):
     output = io.StringIO()
     config = replace(recipe("tiny"), num_tokens=5 * recipe("tiny").tokens_per_step)

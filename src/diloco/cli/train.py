@@ -185,10 +185,21 @@ def _start(command: Command, budget: Budget | None) -> None:
         was_there = file.exists() and resume is None  # then the run in the directory is another one
         if speaks:
             print("\n".join([*lines, *_addresses(config)]), flush=True)
-        hint = f"go on with: {resume_command(config)}"
         lock = running(config.directory) if os.environ.get("RANK", "0") == "0" else nullcontext()
-        with hinted(hint, when=lambda: file.exists() and not was_there), lock:
+        with hinted(partial(_hint, config), when=lambda: file.exists() and not was_there), lock:
             _train(asked, is_resume=resume is not None)
+
+
+def _hint(config: TrainConfig) -> str:
+    """How to go on with a run that has ended before its end."""
+    from diloco.training.processes import under_a_launcher
+    from diloco.training.records.checkpoints import finished_steps
+
+    held = [{*finished_steps(config.checkpoints, replica)} for replica in range(config.num_local_replicas)]
+    if under_a_launcher():  # other machines hold what is not here
+        held = [steps for steps in held if steps] or held
+    step = max(set.intersection(*held), default=0)
+    return f"go on {f'from step {step} ' if step else ''}with: {resume_command(config)}"
 
 
 def resume_command(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> str:

@@ -3,7 +3,6 @@
 import logging
 import os
 import secrets
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,13 +25,14 @@ from diloco.exchange.transport import (
     Group,
     LoopbackExchange,
     OneProcess,
+    Store,
     Transport,
     wait_for_all,
 )
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.resolve import facts_with_rendezvous, text_facts
 from diloco.training.hardware import chosen_device, use_autocast
-from diloco.training.processes import SIGNALS, STORE, on_signal, process_name, under_a_launcher
+from diloco.training.processes import STORE, process_name, under_a_launcher
 
 if TYPE_CHECKING:
     from diloco.rendezvous.store_rendezvous import StoreRendezvous
@@ -72,21 +72,13 @@ def meeting(config: TrainConfig) -> Iterator["StoreRendezvous"]:
             timeout_seconds=config.timeout_seconds,
             facts=facts_with_rendezvous(config) | text_facts(config.data.prepared).shared,
         )
-    with on_signal(_stop):
-        try:
-            yield rendezvous
-        except BaseException:
-            with suppress(DilocoError):  # the first error is the one to report
-                rendezvous.leave(seconds=_SECONDS_TO_LEAVE)
-            raise
-        rendezvous.leave()
-
-
-def _stop(number: int, _: object) -> None:
-    """End the run by an exception, which lets this replica leave."""
-    for each in SIGNALS:  # one is enough: the launcher passes on what the terminal has sent already
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+    try:
+        yield rendezvous
+    except BaseException:
+        with suppress(DilocoError):  # the first error is the one to report
+            rendezvous.leave(seconds=_SECONDS_TO_LEAVE)
+        raise
+    rendezvous.leave()
 
 
 _LOG = logging.getLogger("diloco")
@@ -253,6 +245,8 @@ class World:
     rendezvous: "StoreRendezvous | None" = None
     """The run of replicas that come and go, in the place of the exchange, which has nobody to reach then; of a
     replica's processes only the first has joined it."""
+    store: Store | None = None
+    """Where the processes find the words of each other that no transport brings; None in a process alone."""
 
     @property
     def replica(self) -> int:
@@ -360,7 +354,7 @@ def _joined(config: TrainConfig, device: torch.device, rank: int, local_rank: in
         store = store_with_all(rank=rank, world_size=world_size, name_of=names, timeout_seconds=seconds)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         _agree_on_groups({name: getattr(config, name) for name in _GROUPS})
-        world = world_of(config, device, timeout, is_first_on_machine=local_rank == 0)
+        world = replace(world_of(config, device, timeout, is_first_on_machine=local_rank == 0), store=store)
     except ExchangeError:  # it says who is missing
         raise
     except RuntimeError as error:

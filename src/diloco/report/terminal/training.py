@@ -12,7 +12,7 @@ from rich.text import Text
 
 from diloco.data.prepare import PrepareProgress, ProgressCallback
 from diloco.data.shards import read_index, total
-from diloco.report.runs import summary_facts
+from diloco.report.runs import summary_facts, with_meaning
 from diloco.report.text import duration, megabytes
 from diloco.schema import converted
 from diloco.training.config.config import TrainConfig
@@ -22,7 +22,7 @@ from diloco.training.prepare import epoch_tokens
 from diloco.training.processes import process_name
 from diloco.training.records.metrics import StepMetrics
 from diloco.training.records.summary import Outcome, Summary
-from diloco.training.records.tail import ReplicaSteps
+from diloco.training.records.tail import ReplicaSteps, replica_tail
 
 if TYPE_CHECKING:
     from diloco.rendezvous.store_rendezvous import StoreRendezvous
@@ -83,7 +83,7 @@ class _Pace:
 
 
 class TrainingProgress:
-    """One replica's progress since it started: two live lines in a terminal, elsewhere a line every 10 seconds.
+    """One replica's progress: two live lines in a terminal, elsewhere a line every 10 seconds.
 
     Args:
         config: the run's.
@@ -94,21 +94,26 @@ class TrainingProgress:
     def __init__(self, config: TrainConfig, console: Console, *, rank: int = 0) -> None:
         self._config, self._console = config, console
         self._replica = 0 if config.rendezvous is not None else rank // config.processes_per_replica
-        self._name = f"{process_name(config.processes_per_replica, rank)}  " if rank else ""
+        is_named = rank > 0 or config.num_local_replicas > 1
+        self._name = f"{process_name(config.processes_per_replica, rank)}  " if is_named else ""
         self._bar = Progress(
             BarColumn(bar_width=None), TaskProgressColumn(), TextColumn("{task.fields[eta]}"), expand=True
         )
         self._task = self._bar.add_task("train", total=config.num_steps, eta="")
         self._line = Text()
         self._view = Live(Group(self._line, self._bar), console=console)
-        self._steps: ReplicaSteps | None = None
+        self._steps = ReplicaSteps(tokens_before=0 if config.rendezvous is None else None)
         self._pace = _Pace()
 
     def started(self, step: int, rendezvous: "StoreRendezvous | None", *, is_resume: bool) -> None:
-        """Show the replica's place in the run that it has joined, and the step from which a resume goes on."""
+        """Show the replica's place in the run that it has joined, and the step from which a resume goes on.
+
+        Its progress goes on with the steps before that.
+        """
         if rendezvous is not None:
             self._joined(rendezvous)
         if is_resume:
+            self._steps = replica_tail(self._config.directory, self._config, self._replica).read()
             self._resumed(step)
 
     def _joined(self, rendezvous: "StoreRendezvous") -> None:
@@ -128,8 +133,6 @@ class TrainingProgress:
 
     def __call__(self, metrics: StepMetrics) -> None:
         """Show a step."""
-        if self._steps is None:
-            self._steps = ReplicaSteps(tokens_before=metrics.tokens - self._config.tokens_per_step)
         self._steps.add(metrics)
         if metrics.eval_loss is not None:
             shares = self._config.num_local_replicas > 1
@@ -181,7 +184,7 @@ def print_outcome(config: TrainConfig, outcome: Outcome | None, console: Console
         files += f": {name}'s metrics and checkpoints; replica 0 has written the model into its own"
     for name, value in {**facts, "files": files}.items():
         if value:
-            console.print(f"{name:21}{value}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{name:21}{with_meaning(name, value)}", highlight=False, markup=False, soft_wrap=True)
     if outcome is not None and outcome.sample:
         console.print(f"\nThe model writes:\n\n{outcome.sample}", highlight=False, markup=False)
 
