@@ -249,8 +249,11 @@ def process_name(processes_per_replica: int, rank: int) -> str:
 
 @contextmanager
 def prepared() -> Iterator[None]:
-    """Have the replicas of `launch` in this context start sooner; enter it before this process starts threads."""
-    if under_a_launcher() or sys.platform != "linux":
+    """Have the replicas of `launch` in this context start sooner; enter it before this process starts threads.
+
+    In a context of the same kind it does nothing.
+    """
+    if under_a_launcher() or sys.platform != "linux" or _PREPARED:
         yield
         return
     with Ancestor("fork") as ancestor:
