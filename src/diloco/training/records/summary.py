@@ -127,9 +127,9 @@ class Outcome:
     """The results of a run."""
 
     summary: dict[str, Any]
-    """The content of `summary.json`; times are those of replica 0."""
+    """The content of replica 0's `summary.json`; in another replica with its own times and bytes."""
     sample: str
-    """Text sampled from the model with the outer parameters."""
+    """Text sampled from the model with the outer parameters; empty in another replica."""
 
 
 @dataclass(frozen=True)
@@ -200,11 +200,16 @@ def evaluate(state: TrainState, world: World, held_out: HeldOut, *, together: bo
 def conclude(
     state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss, means: Mapping[str, float]
 ) -> Outcome | None:
-    """Write the outer parameters and the summary of a run that is over, in the first process of replica 0.
+    """The outcome of a run that is over, in the first process of each replica; all of its processes must call it.
 
-    All processes of replica 0 must call it, and no other. The means over all replicas are a part of the summary.
+    Replica 0 writes the outer parameters and the summary; the others' outcomes have no sample. The means over all
+    replicas are a part of the summary.
     """
     num_tokens = state.progress.after(state.step).tokens
+    if world.replica > 0:
+        outer_hash = parameters_hash(state.sync.outer_parameters(), gathered)
+        summary = _summary(state, config, world, loss, num_tokens) | {**means, "outer_hash": outer_hash}
+        return Outcome(summary, "") if world.rank == 0 else None
     outer: dict[str, Tensor] = {}
     for name, parameter in state.sync.outer_parameters().items():
         value = gathered(parameter).contiguous().cpu()
