@@ -2,12 +2,14 @@
 
 import http.client
 import json
+import re
 import shutil
 import socket
 import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from tests.browser import DESK, PHONE, needs_chromium, opened_page
@@ -52,8 +54,8 @@ def serve() -> Iterator:
     """A function that serves sources, and returns the server."""
     servers = []
 
-    def start(*sources: Path) -> LiveServer:
-        servers.append(LiveServer(Sources(list(map(str, sources))), title=f"runs {EVIL}"))
+    def start(*sources: Path, address: str = "127.0.0.1") -> LiveServer:
+        servers.append(LiveServer(Sources(list(map(str, sources))), title=f"runs {EVIL}", address=address))
         threading.Thread(target=servers[-1].serve, daemon=True).start()
         return servers[-1]
 
@@ -62,10 +64,14 @@ def serve() -> Iterator:
         server.close()
 
 
+def port_of(server: LiveServer) -> int:
+    return urlsplit(server.url).port or 0
+
+
 def answer(
     server: LiveServer, path: str, method: str = "GET", **headers: str
 ) -> tuple[http.client.HTTPResponse, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", int(server.url.split(":")[2].strip("/")), timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port_of(server), timeout=20)
     connection.request(method, path, headers=headers)
     response = connection.getresponse()
     content = response.read().decode()
@@ -121,7 +127,7 @@ def test_the_page_of_a_store_follows_its_log(tmp_path, serve, monkeypatch):
 
 def test_only_this_machines_own_pages_get_an_answer(runs, serve):
     server = serve(runs)
-    port = server.url.split(":")[2].strip("/")
+    port = port_of(server)
     for host in (f"127.0.0.1:{port}", f"LocalHost:{port}", "[::1]:9", "[::1]"):
         assert answer(server, "/", Host=host)[0].status == 200
     for host in (
@@ -137,9 +143,64 @@ def test_only_this_machines_own_pages_get_an_answer(runs, serve):
     policy = response.headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
     assert (content, response.headers["X-Content-Type-Options"]) == ("", "nosniff")
-    with socket.create_connection(("127.0.0.1", int(port))) as connection:  # without a Host
+    with socket.create_connection(("127.0.0.1", port)) as connection:  # without a Host
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
         assert b" 421 " in connection.recv(100)
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "status"),
+    [
+        ("/{token}/page.json", "127.0.0.1", 200),
+        ("/{token}/page.json", "localhost:9", 200),
+        ("/{token}/", "127.0.0.1", 200),
+        ("/{token}", "127.0.0.1", 200),  # as a phone's owner may type it
+        ("/page.json", "127.0.0.1", 404),
+        ("/", "127.0.0.1", 404),
+        ("//page.json", "127.0.0.1", 404),
+        ("/{other}/page.json", "127.0.0.1", 404),
+        ("/{token}x/page.json", "127.0.0.1", 404),
+        ("/{upper}/page.json", "127.0.0.1", 404),
+        ("/?{token}/page.json", "127.0.0.1", 404),
+        ("/%C3%A9/page.json", "127.0.0.1", 404),
+        ("{token}/page.json", "127.0.0.1", 404),
+        ("/{token}/config.json", "127.0.0.1", 404),
+        ("/{token}/../other/config.json", "127.0.0.1", 404),
+        ("/{token}/page.json", "evil.example", 421),
+        ("/{token}/page.json", "", 421),
+    ],
+)
+def test_other_devices_need_the_token_and_a_name_of_this_machine(opened, path, host, status):
+    token = urlsplit(opened.url).path.strip("/")
+    path = path.format(token=token, upper=token.upper(), other=f"{'b' if token[0] == 'a' else 'a'}{token[1:]}")
+    response, content = answer(opened, path, Host=host)
+    assert response.status == status
+    assert (status == 200) == ("sections" in content or "<title>" in content)
+    assert token not in content
+
+
+@pytest.fixture(scope="module")
+def opened(finished_run) -> Iterator[LiveServer]:
+    """A server on every address of the machine."""
+    server = LiveServer(Sources([str(finished_run)]), title=f"runs {EVIL}", address="0.0.0.0")
+    threading.Thread(target=server.serve, daemon=True).start()
+    yield server
+    server.close()
+
+
+def test_a_server_for_other_devices_has_a_long_token_of_its_own_and_names_the_machine(opened, serve, runs):
+    tokens = [urlsplit(one.url).path.strip("/") for one in (opened, serve(runs, address="0.0.0.0"))]
+    assert all(re.fullmatch("[a-z2-7]{16}", token) for token in tokens) and tokens[0] != tokens[1]
+    assert urlsplit(opened.url).hostname not in ("0.0.0.0", "", None) and opened.is_open
+    alone = serve(runs, address="localhost")
+    assert urlsplit(alone.url).path == "/" and not alone.is_open
+    assert answer(opened, f"/{tokens[0]}/", method="POST")[0].status == 501
+
+
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "192.0.2.7", "a b", "x" * 300])
+def test_an_address_of_another_machine_is_refused(address):
+    with pytest.raises(UserError, match=re.escape(f"address={address}")):
+        LiveServer(Sources([]), title="", address=address)
 
 
 def test_losses_that_overflow_when_they_are_added_up_leave_the_page_json(runs, serve):
@@ -165,7 +226,7 @@ def test_a_browser_that_goes_away_is_no_news(runs, serve, monkeypatch, capsys):
         return Page(note="", sections=[])
 
     monkeypatch.setattr(Sources, "page", late_page)
-    port = int(serve(runs).url.split(":")[2].strip("/"))
+    port = port_of(serve(runs))
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.sendall(b"GET /page.json HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
@@ -179,7 +240,7 @@ def test_a_browser_that_goes_away_is_no_news(runs, serve, monkeypatch, capsys):
 
 
 def test_a_port_that_is_taken_is_refused(runs, serve):
-    port = int(serve(runs).url.split(":")[2].strip("/"))
+    port = port_of(serve(runs))
     with pytest.raises(UserError, match=f"port={port} can't be used"):
         LiveServer(Sources([]), title="", port=port)
     with pytest.raises(UserError, match=r"port=99999 can't be used \(it must be below 65536\)"):

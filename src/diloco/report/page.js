@@ -256,7 +256,7 @@ function draw() {
 async function look() {
   if (!document.hidden) {
     try {
-      const answer = await fetch("/page.json");
+      const answer = await fetch(`${location.pathname.replace(/\/$/, "")}/page.json`);
       if (!answer.ok) throw new Error(`the answer is ${answer.status}`);
       page = await answer.json();
       draw();
