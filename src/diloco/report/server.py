@@ -37,8 +37,8 @@ class LiveServer:
     """Serves the document at `/` and its content at `/page.json`, which is made when it is asked for.
 
     A request whose Host is neither a name of this machine's loopback interface nor the address that it came to is
-    refused: another site's page, to whose name a DNS server gives this address, is not answered. On an address that
-    other machines reach, all resources lie below a random token, which only `url` names.
+    refused: another site's page, to whose name a DNS server gives this address, is not answered. On an address
+    that other machines reach, all resources lie below a random token, which only `url` names.
 
     Args:
         sources: what is shown.
