@@ -12,6 +12,7 @@ import pytest
 from tests.browser import DESK, PHONE, needs_chromium, opened_page
 from tests.experiments.papers.made_up import made_up
 
+from diloco.cli._command import train_command
 from diloco.cli.main import main
 from diloco.experiments.papers import experiment
 from diloco.experiments.papers.tiers import TIERS
@@ -63,7 +64,7 @@ def run(file) -> dict:
 
 
 def test_the_file_is_the_page_of_the_same_moment_and_loads_nothing(file, finished_run):
-    sources = Sources([str(finished_run)])
+    sources = Sources([str(finished_run)], command_of=train_command)
     sources.again()
     assert content(file)["sections"][:1] == json.loads(sources.page().as_json())["sections"]
     text = file.read_text()

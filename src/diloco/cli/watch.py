@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from diloco.cli._command import call
+from diloco.cli._command import call, train_command
 from diloco.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _watch(
             )
     from diloco.report.sources import Sources
 
-    looked_at = Sources(sources)
+    looked_at = Sources(sources, command_of=train_command)
     if serve:
         _serve(
             looked_at, f"diloco: {', '.join(Path(source).name or source for source in sources[:4])}", port, address

@@ -63,6 +63,7 @@ def _chart(panel: Panel) -> Chart:
     return Chart(
         title=panel.y_label + (f", {panel.title}" if panel.title and not panel.legend else ""),
         x=panel.x_label,
+        y=panel.y_label,
         about="The paper's numbers." if panel.published else "",
         legend=panel.legend,
         series=series,
