@@ -95,7 +95,9 @@ def test_no_text_is_cut_on_any_screen(sources, report, tmp_path, scheme):
 @needs_chromium
 @pytest.mark.slow
 def test_a_run_is_hidden_and_shown_again_and_the_axes_are_common(sources, report, tmp_path):
-    compared = "[...document.querySelectorAll('details')].find(d => d.querySelector('h2').textContent == '2 runs')"
+    compared = (
+        "[...document.querySelectorAll('details')].find(d => d.querySelector('h2')?.textContent == '2 runs')"
+    )
     curves = f"{compared}.querySelectorAll('figure path[stroke-width]').length"
     ticks = (
         "[...document.querySelectorAll('figure')].filter(f => f.textContent.startsWith('Training loss'))"

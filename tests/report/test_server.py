@@ -125,6 +125,43 @@ def test_the_page_of_a_store_follows_its_log(tmp_path, serve, monkeypatch):
         assert [y for _, y in chart["series"][0]["points"]] == numbers
 
 
+def test_a_store_has_progress_and_time_to_go_by_its_log_and_loss_by_its_replicas(tmp_path, finished_run):
+    run = Handwritten(tmp_path / "run", facts={"num_tokens": 2000})
+    run.train(2)
+    member = tmp_path / "member"
+    shutil.copytree(finished_run, member, ignore=shutil.ignore_patterns("checkpoints"))
+    config = json.loads((member / "config.json").read_text())
+    config["diloco"]["overlap_steps"] = 2
+    config |= {"num_replicas": 1, "rendezvous": str(run.directory)}
+    (member / "config.json").write_text(json.dumps(config))
+    alone, both = Sources([str(run.directory)]), Sources([str(run.directory), str(member)])
+    for sources in (alone, both):
+        sources.again()
+    run.train_on(4)
+    for sources in (alone, both):
+        sources.again()
+    tokens = run.state.tokens // 2
+    (store,) = alone.page().sections
+    assert store.part == tokens / 2000 and store.facts["part of the run"] == f"{tokens / 2000:.1%}"
+    assert store.eta == store.facts["ETA"] and re.fullmatch(r"\d+:\d\d", store.eta)
+    assert store.headline.startswith(
+        f"{tokens / 1000:g}k of 2k tokens counted in 8 outer steps; 3 replicas contributed"
+    )
+    assert any("log holds no losses" in note for note in store.notes)
+    store, replica = both.page().sections
+    assert [chart.title for chart in store.charts][:2] == ["Training loss", "Held-out loss"]
+    assert store.charts[0].series[-1].points == replica.charts[0].series[-1].points
+    assert not any("losses" in note for note in store.notes)
+    run.close()
+    alone.again()
+    (store,) = alone.page().sections
+    assert (store.part, store.eta, store.standing) == (1.0, "", "finished")
+    own = Handwritten(tmp_path / "own")  # another program's run has no budget
+    own.train(2)
+    (store,) = (found := Sources([str(own.directory)])).again() or found.page().sections
+    assert store.part is None and store.eta == "" and store.setup == {}
+
+
 def test_only_this_machines_own_pages_get_an_answer(runs, serve):
     server = serve(runs)
     port = port_of(server)

@@ -212,7 +212,9 @@ function lanes(chart, width) {
   xTicks(svg, ticks, x, width, height);
   chart.lanes.forEach((lane, index) => {
     const y = top + LANE * (index + 0.5), shade = color(lane.color);
-    svg.append(shape("text", { x: left - 6, y: y + 4, "text-anchor": "end" }, cut(lane.label, Math.floor((left - 6) / LETTER))));
+    const name = shape("text", { x: left - 6, y: y + 4, "text-anchor": "end" }, cut(lane.label, Math.floor((left - 6) / LETTER)));
+    name.append(shape("title", {}, lane.label));
+    svg.append(name);
     for (const [begin, end] of lane.bars)
       svg.append(shape("rect", {
         x: x(begin), y: y - LANE / 3, width: Math.max(1.5, x(end) - x(begin)), height: (2 * LANE) / 3, class: shade, fill: "currentColor", "fill-opacity": 0.35,

@@ -381,10 +381,11 @@ def _bytes_chart(run: RunTail, config: TrainConfig) -> Chart:
     return Chart(
         title="Bytes sent by a replica",
         x=_TOKENS,
-        y="bytes, logarithmic" if config.method != "data_parallel" else "bytes",
+        y="bytes, logarithmic" if len(series) > 1 else "bytes",
         series=series,
-        about="Sum over the run so far, beside what Data-Parallel would have sent by then.",
-        y_log=config.method != "data_parallel",
+        about="Sum over the run so far"
+        + (", beside what Data-Parallel would have sent by then." if len(series) > 1 else "."),
+        y_log=len(series) > 1,
     )
 
 
