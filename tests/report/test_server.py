@@ -158,7 +158,9 @@ def test_a_store_has_progress_and_time_to_go_by_its_log_and_loss_by_its_replicas
     assert (store.part, store.eta, store.standing) == (1.0, "", "finished")
     own = Handwritten(tmp_path / "own")  # another program's run has no budget
     own.train(2)
-    (store,) = (found := Sources([str(own.directory)])).again() or found.page().sections
+    without_budget = Sources([str(own.directory)])
+    without_budget.again()
+    (store,) = without_budget.page().sections
     assert store.part is None and store.eta == "" and store.setup == {}
 
 
@@ -313,7 +315,7 @@ def test_a_browser_draws_a_run_while_it_goes_on(runs, serve, finished_run, tmp_p
         assert page.value("document.querySelectorAll('h2')[1].textContent") == f"{EVIL}, learning_rate=0.25"
         assert page.value("document.querySelectorAll('img').length") == 0 and page.value("document.title") != "1"
         # What was folded stays so when there is news.
-        page.value("document.querySelectorAll('summary')[2].click()")
+        page.value("document.querySelectorAll('main > details > summary')[2].click()")
         page.wait_until("document.querySelectorAll('figure').length == 6 + 10")
         page.resize(DESK)
         page.wait_until("new Set([...document.querySelectorAll('figure')].map(f => f.offsetLeft)).size == 3")

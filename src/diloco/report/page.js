@@ -95,8 +95,8 @@ function legend(section, chart) {
     else if (!chart.names.length) line.append(curve(one, "M0 5H26"));
     if (!chart.lanes.length && !chart.is_history)
       line.append(shape("circle", { cx: 13, cy: 5, r: 3, class: color(one.color), fill: "currentColor" }));
-    const value = one.value !== null ? one.value : chart.is_history && one.points.length ? last(one.points)[1] : null;
-    const text = value === null ? "" : ` ${number(value)}`;
+    const value = one.value || (chart.is_history && one.points.length ? number(last(one.points)[1]) : "");
+    const text = value ? ` ${value}` : "";
     if (chart.lanes.length || labelled.length < 2) {
       made.append(element("span", "", line, one.label, element("b", text)));
       continue;
@@ -238,12 +238,13 @@ function facts(values, kind) {
   if (kind) list.className = kind;
   for (const [name, value] of Object.entries(values)) {
     const parts = value.split("_").flatMap((part, index) => (index ? ["_", element("wbr"), part] : [part]));
-    const [number, error] = kind === "main" ? value.split(/(?= ± )/) : [];
-    const shownAs = name === "command" ? [element("code", value)] : error ? [number, element("small", error)] : parts;
+    const [result, ...more] = kind === "main" ? value.split(/(?= ± |, )/) : [];
+    const shownAs = name === "command" ? [element("code", value)]
+      : more.length ? [result, element("small", more.join(""))] : parts;
     const fact = element("dd", "", ...shownAs);
     fact.dataset.fact = name;
     const pair = element("div", "", element("dt", name), fact);
-    if (kind === "main" && value.length > 18) pair.className = "long";
+    if (kind === "main" && !more.length && value.length > 18) pair.className = "long";
     else if (!kind && value.length > 34) pair.className = "wide";
     list.append(pair);
   }
