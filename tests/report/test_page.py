@@ -159,7 +159,7 @@ def test_the_result_comes_first_and_the_command_makes_the_run_again(run, finishe
         f"57.8k parameters, 2 replicas: held-out loss {summary['eval_loss']:.3g} after 61.4k tokens, "
         f"{factor:.0f}× fewer bytes than Data-Parallel"
     )
-    assert run["main"][:2] == ["step", "held-out loss"] and {*run["main"]} > {"sent per replica", "tokens/s"}
+    assert run["main"][0] == "held-out loss" and {*run["main"]} > {"sent per replica", "tokens/s"}
     setup = run["setup"]
     assert list(setup) == ["command", "date", "machine", "data", "model", "batch", "learning rate"]
     assert setup["machine"].startswith(summary["machine"]) and re.search(r" \d+ cores, ", setup["machine"])

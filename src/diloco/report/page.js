@@ -233,14 +233,17 @@ function figure(section, chart, width, inCommon) {
   return element("figure", "", element("h3", chart.title), svg, caption);
 }
 
+// Long names may break behind an underscore.
+const breakable = (text) => text.split("_").flatMap((part, index) => (index ? ["_", element("wbr"), part] : [part]));
+
 function facts(values, kind) {
   const list = element("dl");
   if (kind) list.className = kind;
   for (const [name, value] of Object.entries(values)) {
-    const parts = value.split("_").flatMap((part, index) => (index ? ["_", element("wbr"), part] : [part]));
     const [result, ...more] = kind === "main" ? value.split(/(?= ± |, )/) : [];
     const shownAs = name === "command" ? [element("code", value)]
-      : more.length ? [result, element("small", more.join(""))] : parts;
+      : more.length ? [result, ...more.map((text) => element(text.startsWith(",") ? "i" : "small", text.replace(/^, /, "")))]
+      : breakable(value);
     const fact = element("dd", "", ...shownAs);
     fact.dataset.fact = name;
     const pair = element("div", "", element("dt", name), fact);
@@ -258,9 +261,9 @@ function dot(index) {
 }
 
 function table({ columns, rows, colors }) {
-  const head = element("tr", "", ...columns.map((name) => element("th", name)));
+  const head = element("tr", "", ...columns.map((name) => element("th", "", ...breakable(name))));
   const body = rows.map((row, index) => {
-    const cells = row.map((cell) => element("td", cell));
+    const cells = row.map((cell) => element("td", "", ...breakable(cell)));
     if (colors.length) cells[0].prepend(dot(colors[index]));
     return element("tr", "", ...cells);
   });

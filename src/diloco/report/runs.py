@@ -12,7 +12,7 @@ import numpy as np
 
 from diloco.report.page import BLACK, Chart, Lane, Points, Section, Series, Table
 from diloco.report.setup import CommandOf, comparison_headline, headline, samples, setup
-from diloco.report.text import Label, differing_settings, duration, megabytes, rounded, short, shown_names
+from diloco.report.text import Label, cell, differing_settings, duration, megabytes, short, shown_names
 from diloco.training.config.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.records.summary import Summary
@@ -201,7 +201,7 @@ def run_sections(
             headline=headline(run),
             notes=_notes(run),
             facts={name: with_meaning(name, value) for name, value in facts.items()},
-            main=_MAIN,
+            main=_MAIN if run.summary is not None else ["step", *_MAIN],
             setup=setup(run, command_of) if with_charts else {},
             samples=list(samples(run.directory)) if with_charts else (),
             charts=list(_run_charts(run)) if with_charts else (),
@@ -212,10 +212,7 @@ def run_sections(
     ]
 
 
-_MAIN = (
-    *("step", "held-out loss", LOSS, "bits per byte", "sent per replica", UTILIZATION, "tokens/s"),
-    *("time", "in flight"),
-)
+_MAIN = ("held-out loss", LOSS, "bits per byte", "sent per replica", UTILIZATION, "tokens/s", "time")
 """Facts that a page shows large."""
 
 
@@ -241,7 +238,7 @@ def _comparison(runs: Sequence[RunTail], labels: Sequence[Label], *, with_charts
         columns[with_meaning(name, name)] = [one.get(name, "") for one in facts]
     settings = differing_settings([run.config for run in runs])
     for name, values in zip(shown_names(settings), settings.values(), strict=True):
-        columns[name] = list(map(rounded, values))
+        columns[name] = list(map(cell, values))
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     names, started = short(labels), [index for index, run in enumerate(runs) if run.last is not None]
     charts: list[Chart] = []

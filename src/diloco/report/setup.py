@@ -7,7 +7,7 @@ from pathlib import Path
 from diloco.data.shards import INDEX_FILE, read_index, total
 from diloco.errors import UserError
 from diloco.report.page import Sample
-from diloco.report.text import people
+from diloco.report.text import rounded
 from diloco.schema import read_json
 from diloco.training.config.config import TrainConfig
 from diloco.training.records.metrics import metrics_file
@@ -27,12 +27,12 @@ def headline(run: RunTail) -> str:
     if config is None or run.last is None:
         return ""
     if summary is None:
-        params = people(config.model.num_trained_params)
+        params = rounded(config.model.num_trained_params)
         replicas = "" if config.rendezvous is not None else f", {_replicas(config.num_replicas)}"
         return f"{params} parameters{replicas}: training loss {run.loss:.3g} at {run.part:.0%} of the run"
     sentence = (
-        f"{people(summary.num_params)} parameters, {_replicas(summary.num_replicas)}: held-out loss "
-        f"{summary.eval_loss:.3g} after {people(summary.num_tokens)} tokens"
+        f"{rounded(summary.num_params)} parameters, {_replicas(summary.num_replicas)}: held-out loss "
+        f"{summary.eval_loss:.3g} after {rounded(summary.num_tokens)} tokens"
     )
     sent, data_parallel = summary.bytes_sent_per_replica, summary.data_parallel_bytes_per_replica
     if summary.method == "data_parallel" or not sent or not data_parallel:
@@ -119,7 +119,7 @@ def _data(config: TrainConfig) -> str:
         except UserError:
             return ""
         sources, tokenizer = index.settings.train, index.settings.tokenizer
-        size = f", {people(total(index.splits['train']).num_tokens)} tokens"
+        size = f", {rounded(total(index.splits['train']).num_tokens)} tokens"
     return f"{', '.join(sources)}{size}; tokenizer {tokenizer}"
 
 

@@ -15,7 +15,7 @@ from diloco.rendezvous.status import Look, RunStatus, Timeline, binned
 from diloco.report.page import Chart, Lane, Section, Series, Table
 from diloco.report.runs import loss_charts
 from diloco.report.setup import config_setup
-from diloco.report.text import duration, megabytes, people
+from diloco.report.text import duration, megabytes, rounded
 from diloco.training.records.store_runs import config_of
 from diloco.training.records.tail import RunTail
 
@@ -187,8 +187,8 @@ _MAIN = (
 
 def _headline(store: StoreTail, status: RunStatus) -> str:
     """A sentence that says how far the run is."""
-    tokens, num_tokens = people(status.tokens), store.num_tokens
-    counted = f"{tokens} of {people(num_tokens)} tokens counted" if num_tokens else f"{tokens} tokens counted"
+    tokens, num_tokens = rounded(status.tokens), store.num_tokens
+    counted = f"{tokens} of {rounded(num_tokens)} tokens counted" if num_tokens else f"{tokens} tokens counted"
     names = len({one.name for one in status.replicas if one.tokens})
     replicas = f"{names} replica{'s' * (names != 1)} contributed"
     if not status.finished:

@@ -77,10 +77,10 @@ def short(labels: Sequence[Label]) -> list[str]:
     return settings if all(settings) and len({*settings}) == len(settings) else [label.name for label in labels]
 
 
-def people(count: float) -> str:
+def rounded(count: float) -> str:
     """A count with three digits and a unit.
 
-    >>> people(57_792), people(4_800_000), people(900)
+    >>> rounded(57_792), rounded(4_800_000), rounded(900)
     ('57.8k', '4.8M', '900')
     """
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -89,10 +89,10 @@ def people(count: float) -> str:
     return f"{count:g}"
 
 
-def rounded(value: Setting) -> str:
+def cell(value: Setting) -> str:
     """A setting for a table.
 
-    >>> rounded(0.016666666), rounded(30720), rounded("None"), rounded(True)
+    >>> cell(0.016666666), cell(30720), cell("None"), cell(True)
     ('0.0167', '30,720', '–', 'True')
     """
     if isinstance(value, float):
