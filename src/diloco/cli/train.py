@@ -68,6 +68,8 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
     resume, file = (Path(words[name]) if name in words else None for name in ("resume", "config"))
     if resume is not None and file is not None:
         raise UserError("resume goes on with the run's own settings: leave config out", "resume", "config")
+    if words.get("config") in RECIPES:
+        raise UserError(f"config={file} is a recipe, which stands alone: type diloco train {file}", "config")
     named = flags.pop(0) if flags and flags[0] in RECIPES else None
     hf, lora = words.get("model.hf"), words.get("model.lora")
     if resume is not None:
