@@ -1,17 +1,19 @@
 """A run in a terminal: its data and settings before it starts, its steps while it trains, and its results."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
+from rich.table import Table
 from rich.text import Text
 
 from diloco.data.prepare import PrepareProgress, ProgressCallback
 from diloco.data.shards import read_index, total
+from diloco.report.reach import reach
 from diloco.report.runs import summary_facts
 from diloco.report.text import duration, megabytes
 from diloco.schema import converted
@@ -20,6 +22,7 @@ from diloco.training.config.forecast import Forecast
 from diloco.training.config.resolve import Budget
 from diloco.training.prepare import epoch_tokens
 from diloco.training.records.metrics import StepMetrics
+from diloco.training.records.samples import Sample
 from diloco.training.records.summary import Outcome, Summary
 from diloco.training.records.tail import ReplicaSteps
 
@@ -149,12 +152,27 @@ class TrainingProgress:
 
 
 def print_outcome(config: TrainConfig, outcome: Outcome, console: Console) -> None:
-    """Print the results, the run's directory, and a sample."""
-    facts = summary_facts(converted(outcome.summary, Summary, source="the summary"))
+    """Print the results, the run's directory, the samples, and what would make the model speak."""
+    summary = converted(outcome.summary, Summary, source="the summary")
+    facts = summary_facts(summary)
     for name, value in {**facts, "files": str(config.directory)}.items():
         if value:
             console.print(f"{name:21}{value}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"\nThe model writes:\n\n{outcome.sample}", highlight=False, markup=False)
+    _print_samples(outcome.samples, console)
+    pace = summary.tokens_per_second
+    if (far := reach(config, num_tokens=summary.num_tokens, tokens_per_second=pace)) is not None:
+        table = Table(*far.table.columns, box=None, header_style="bold")
+        for row in far.table.rows:
+            table.add_row(*map(Text, row))
+        console.print("", far.this, table, far.about, sep="\n", highlight=False, markup=False)
+
+
+def _print_samples(samples: Sequence[Sample], console: Console) -> None:
+    console.print("\nThe model writes", highlight=False)
+    for sample in samples:
+        place = f"after {sample.prompt!r}" if sample.prompt else "at the beginning of a document"
+        console.print(f"\n{place}:", style="dim", highlight=False, markup=False)
+        console.print(Text.assemble((sample.prompt, "bold"), sample.text.rstrip()), soft_wrap=True)
 
 
 def _of_gpu(model_flops_utilization: float | None, peak_memory_bytes: int | None) -> list[str]:

@@ -12,19 +12,18 @@ import torch
 from torch import Tensor
 
 from diloco.data.shards import TokenShards, open_split
-from diloco.data.tokenizers import Tokenizer, load_tokenizer
 from diloco.engine.parameters import gathered
 from diloco.errors import UserError
 from diloco.evaluation.likelihoods import HeldOutLoss, held_out_loss, sequence_losses
 from diloco.exchange.transport import share
 from diloco.files import write_atomically, write_json
 from diloco.models.language_model import LanguageModel
-from diloco.models.writer import Writer, generate
 from diloco.outer.digest import parameters_hash
 from diloco.schema import Count, Seconds
 from diloco.training.config.config import TrainConfig, to_json
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
+from diloco.training.records.samples import Sample, write_samples
 from diloco.training.state import TrainState
 from diloco.training.world import World
 
@@ -126,8 +125,8 @@ class Outcome:
 
     summary: dict[str, Any]
     """The content of `summary.json`; times are those of replica 0."""
-    sample: str
-    """Text sampled from the model with the outer parameters."""
+    samples: Sequence[Sample]
+    """The text that the model writes with the outer parameters."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ def evaluate(state: TrainState, world: World, held_out: HeldOut, *, together: bo
 
 
 def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss) -> Outcome | None:
-    """Write the outer parameters and the summary of a run that is over, in the first process of replica 0.
+    """Write the outer parameters, the summary and samples of a run that is over, in replica 0's first process.
 
     All processes of replica 0 must call it, and no other.
     """
@@ -215,9 +214,7 @@ def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOut
     # A model that is sharded may fit on no device whole.
     model = state.model if world.mesh is None else config.model.build(seed=config.seed)
     model.load_state_dict(outer)
-    assert config.data.prepared is not None, "the config is resolved"
-    tokenizer = load_tokenizer(config.data.prepared)
-    return Outcome(summary, _sample(model, tokenizer, context=config.sequence_length, seed=config.seed))
+    return Outcome(summary, write_samples(model, config))
 
 
 def _summary(
@@ -262,10 +259,3 @@ def _of_the_log(rendezvous: "StoreRendezvous", counted: Mapping[str, Contributor
         "entry": rendezvous.entry,
         "closed": rendezvous.is_closed,
     }
-
-
-def _sample(model: LanguageModel, tokenizer: Tokenizer, *, context: int, seed: int, num_tokens: int = 200) -> str:
-    device = next(model.parameters()).device
-    writer = Writer(model, context=context, device=device, vocab_size=tokenizer.vocab_size, seed=seed)
-    writer.read([tokenizer.bos_id])
-    return tokenizer.decode([*generate(writer, num_tokens)])
