@@ -134,11 +134,14 @@ IN_OTHER_TESTS = {
 
 
 def test_every_code_block_of_the_docs_is_part_of_a_file_that_runs():
+    from docs.generate import with_code
+
     tested = {path.name for path in (*EXAMPLES.glob("*.py"), *SNIPPETS.glob("*.py"))}
     for page in (ROOT / "docs").rglob("*.md"):
-        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-            included = re.fullmatch(r'--8<-- "(?:examples|docs/snippets)/(\w+\.py)(?::\w+)?"\n', block)
-            assert included and included[1] in tested, f"{page}: {block}"
+        assert (markdown := page.read_text()) == with_code(markdown), f"{page}: make format copies the code anew"
+        for title in re.findall(r"^ *```python(.*)$", markdown, re.MULTILINE):
+            copied = re.fullmatch(r' title="(?:examples|docs/snippets)/(\w+\.py)(?::\w+)?"', title)
+            assert copied and copied[1] in tested, f"{page}: {title}"
     untested = {name for name in tested if name not in Path(__file__).read_text()}
     assert not untested
     for name, test in IN_OTHER_TESTS.items():

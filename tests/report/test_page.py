@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from tests.browser import DESK, PHONE, needs_chromium, opened_page
@@ -73,22 +74,47 @@ def test_the_file_is_the_page_of_the_same_moment_and_loads_nothing(file, finishe
 
 def test_the_facts_are_those_of_the_files(run, finished_run):
     summary = json.loads((finished_run / "summary.json").read_text())
-    steps, facts = [read_metrics(finished_run, replica) for replica in (0, 1)], run["facts"]
+    facts = run["facts"]
     loss, error = (float(number) for number in facts["held-out loss"].split(" ± "))
     assert loss == pytest.approx(summary["eval_loss"], abs=5e-5)
     assert error == pytest.approx(summary["eval_standard_error"], abs=5e-5)
-    assert float(facts["compute utilization"].rstrip("%")) / 100 == pytest.approx(
-        summary["compute_utilization"], abs=6e-4
-    )
     sent = float(facts["sent per replica"].removesuffix(" MB")) * 1e6
     assert sent == pytest.approx(summary["bytes_sent_per_replica"], abs=5e3)
-    training_loss = sum(step.loss for each in steps for step in each[114:]) / 12  # 5 % of 120 steps
-    assert float(facts["training loss, last 5 %"]) == pytest.approx(training_loss, abs=5e-5)
     speed = float(facts["tokens/s"].replace(",", ""))
     assert speed == pytest.approx(summary["tokens_per_second"], abs=0.51)
     names = ("step", "tokens", "parameters", "outer hash", "H", "replicas")
     params, hash_ = f"{summary['num_params']:,}", summary["outer_hash"][:16]
     assert [facts[name] for name in names] == ["120 of 120", "61,440", params, hash_, "10", "2"]
+
+
+def test_one_thing_has_one_number_and_one_name_wherever_it_is_shown(run, finished_run, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    steps = [read_metrics(finished_run, replica) for replica in (0, 1)]
+    loss = fmean(fmean(step.loss for step in each[114:]) for each in steps)  # 5 % of 120 steps
+    utilization = fmean(
+        1 - sum(step.blocked_seconds for step in each) / sum(step.step_seconds for step in each) for each in steps
+    )
+    words = {
+        "training loss": (f"{loss:.4f}", "mean of the last 5 % of steps"),
+        "compute utilization": (f"{utilization:.1%}", "mean of all steps"),
+    }
+    main(["watch", str(finished_run)])
+    watched = capsys.readouterr().out
+    trained = (finished_run.parents[1] / "printed.txt").read_text()
+    sources = Sources([str(finished_run)])
+    sources.again()
+    (served,) = json.loads(sources.page().as_json())["sections"]
+    for name, (number, meaning) in words.items():
+        for printed in (trained, watched):  # the terminal that trains, and the one that watches
+            assert re.findall(rf"^ ?{name} +(\S.*?) *$", printed, re.M) == [f"{number}, {meaning}"]
+        for section in (served, run):  # the live page, and the report
+            assert section["facts"][name] == f"{number}, {meaning}"
+            chart = charts_of(section)[name.capitalize()]
+            assert [series["value"] for series in chart["series"] if series["label"] == "mean"] == [number]
+            assert meaning in chart["about"]
+    held_out = run["facts"]["held-out loss"]
+    assert re.findall(r"^held-out loss +(.*)$", trained, re.M) == [held_out]
+    assert charts_of(run)["Held-out loss"]["series"][-1]["value"] == held_out.split()[0]
 
 
 def test_the_curves_are_those_of_the_metrics(run, finished_run):
@@ -97,14 +123,10 @@ def test_the_curves_are_those_of_the_metrics(run, finished_run):
     charts = charts_of(run)
     for series, steps in zip(charts["Training loss"]["series"], (first, other), strict=False):
         assert series["points"] == [[step.tokens, pytest.approx(step.loss, rel=1e-4)] for step in steps]
-    mean = charts["Training loss"]["series"][-1]
-    assert f"{mean['value']:.4f}" == run["facts"]["training loss, last 5 %"]
     assert charts["Held-out loss"]["series"][-1]["points"][-1] == [
         summary["num_tokens"],
         pytest.approx(summary["eval_loss"], rel=1e-4),
     ]
-    utilization = charts["Compute utilization"]["series"][0]
-    assert utilization["value"] == pytest.approx(summary["compute_utilization"])
     own, data_parallel = charts["Bytes sent by a replica"]["series"]
     assert own["points"][-1][1] == pytest.approx(summary["bytes_sent_per_replica"], rel=1e-4)
     each = ring_all_reduce_bytes(summary["num_params"], 2)
@@ -189,7 +211,8 @@ def test_several_runs_are_compared_at_the_top(finished_run, tmp_path):
     assert [run["title"] for run in runs] == ["streaming, learning_rate=0.004", "other, learning_rate=0.25"]
     columns = dict(zip(compared["table"]["columns"], zip(*compared["table"]["rows"], strict=True), strict=True))
     assert (columns["run"], columns["learning_rate"]) == (("streaming", "other"), ("0.004", "0.25"))
-    assert columns["held-out loss"][1].startswith("9.2500") and len({*columns["training loss, last 5 %"]}) == 1
+    assert columns["held-out loss"][1].startswith("9.2500")
+    assert len({*columns["training loss, mean of the last 5 % of steps"]}) == 1
     held_out = charts_of(compared)["Held-out loss"]["series"]
     assert [(series["label"], series["points"][-1][1]) for series in held_out if not series["thin"]] == [
         ("learning_rate=0.004", pytest.approx(summary["eval_loss"], rel=1e-4)),

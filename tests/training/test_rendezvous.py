@@ -13,7 +13,7 @@ from tests.processes import run_replicas
 from tests.training.cases import rate
 from tests.training.runs import TIMEOUT_SECONDS, lines, run, started, summary
 
-from diloco.errors import DisagreementError, ExchangeError, UserError
+from diloco.errors import DisagreementError, ExchangeError, Stopped, UserError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.follower import Follower
@@ -34,6 +34,7 @@ from diloco.training.config.resolve import resolved
 from diloco.training.loop import train
 from diloco.training.prepare import prepare_run
 from diloco.training.processes import STORE
+from diloco.training.records.checkpoints import finished_steps
 from diloco.training.records.finished import run_parameters
 from diloco.training.records.store_runs import initial_parameters
 from diloco.training.records.summary import contributors
@@ -336,18 +337,18 @@ def interrupt(config: TrainConfig) -> str:
 
     try:
         train(of(config, "b"), on_step=press)
-    except KeyboardInterrupt:
+    except Stopped as error:
         has_left.touch()
-        return "interrupted"
+        return str(error)
     return "not interrupted"
 
 
 def test_ctrl_c_leaves_the_run_and_loses_no_payload(config, tmp_path):
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"))
-    assert run_replicas(interrupt, 2, run, joined=False) == [
-        "finished",
-        "interrupted",
-    ]
+    finished, interrupted = run_replicas(interrupt, 2, run, joined=False)
+    assert finished == "finished"
+    (step,) = re.findall(r"^stopped by SIGINT: step (\d+) is saved$", interrupted)
+    assert max(finished_steps(tmp_path / "b" / "checkpoints", 0)) == int(step) > 12
     state = state_of(run.rendezvous)
     assert [leave.finished for leave in bodies(run.rendezvous, Leave)] == [False, True]
     b = next(number for number, member in enumerate(state.members) if member.name == "b")
@@ -376,8 +377,11 @@ def test_a_command_joins_and_a_signal_lets_it_leave(stop, number, exit_code, fol
         assert done.returncode == exit_code
         *_, stopped = done.stderr.splitlines()
         assert ("this run trusts everybody who can write to " in done.stderr) == (start == 1)
-        end = rf"diloco: stopped by {number.name}; go on with: .* --resume {flags[-1]}/stopped"
-        assert re.fullmatch(end, stopped)
+        end = rf"diloco: stopped by {number.name}: step (\d+) is saved; go on from step \1 with: .*/stopped"
+        assert (match := re.fullmatch(end, stopped)) and int(match[1]) >= 25 * start
+        assert metrics.read_text().count("\n") == int(match[1])
+        assert start == 1 or f"going on from step {saved}" in done.stdout
+        saved = match[1]
     assert [join.name for join in bodies(str(folder / bucket), Join)] == ["stopped" for _ in starts]
     assert [leave.finished for leave in bodies(str(folder / bucket), Leave)] == [False for _ in starts]
     refused = run(folder, "--name", "other", *flags, "--diloco.sync-every", "7")

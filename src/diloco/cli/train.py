@@ -135,11 +135,15 @@ def _budget(words: Mapping[str, str]) -> Budget | None:
 
 def _start(command: Command, budget: Budget | None) -> None:
     """Prepare the run; then start it, or print what it would be."""
+    from diloco.training.processes import is_first_on_machine, prepared, under_a_launcher
+
+    speaks = is_first_on_machine()
+    if speaks and not command.dry_run and (line := meeting_line(command.config)):
+        print(line, flush=True)  # now: to import torch takes seconds
     from diloco.report.terminal.screen import Screen
     from diloco.report.terminal.training import change_lines, forecast_lines, preparation_progress, start_lines
     from diloco.training.config.forecast import forecast
     from diloco.training.prepare import prepare_run
-    from diloco.training.processes import prepared, under_a_launcher
     from diloco.training.records.runs import (
         CONFIG_FILE,
         check_not_running,
@@ -154,7 +158,7 @@ def _start(command: Command, budget: Budget | None) -> None:
     own = None if command.resume is not None else own_run(command.config)
     resume = command.resume or own
     with nullcontext() if command.dry_run else prepared():
-        with preparation_progress(Screen(stderr=True)) as progress:
+        with preparation_progress(Screen(stderr=True)) if speaks else nullcontext() as progress:
             asked = prepare_run(command.config, resume=command.resume, own=own, budget=budget, progress=progress)
         config = resolved(asked)
         saved = config if resume is None else read_config(resume)
@@ -167,13 +171,23 @@ def _start(command: Command, budget: Budget | None) -> None:
             return
         file = config.directory / CONFIG_FILE
         was_there = file.exists() and resume is None  # then the run in the directory is another one
-        is_first = os.environ.get("RANK", "0") == "0"
-        if is_first:
+        if speaks:
             print("\n".join([*lines, *_addresses(config)]), flush=True)
-        hint = f"go on with: {resume_command(config)}"
-        lock = running(config.directory) if is_first else nullcontext()
-        with hinted(hint, when=lambda: file.exists() and not was_there), lock:
+        lock = running(config.directory) if os.environ.get("RANK", "0") == "0" else nullcontext()
+        with hinted(partial(_hint, config), when=lambda: file.exists() and not was_there), lock:
             _train(asked, is_resume=resume is not None)
+
+
+def _hint(config: TrainConfig) -> str:
+    """How to go on with a run that has ended before its end."""
+    from diloco.training.processes import under_a_launcher
+    from diloco.training.records.checkpoints import finished_steps
+
+    held = [{*finished_steps(config.checkpoints, replica)} for replica in range(config.num_local_replicas)]
+    if under_a_launcher():  # other machines hold what is not here
+        held = [steps for steps in held if steps] or held
+    step = max(set.intersection(*held), default=0)
+    return f"go on {f'from step {step} ' if step else ''}with: {resume_command(config)}"
 
 
 def resume_command(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> str:
@@ -201,6 +215,27 @@ _TORCHRUN_FLAGS = {
 """Flags of torchrun, and the variables that have their values in its processes."""
 
 
+def meeting_line(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> str:
+    """A line about the place at which this machine meets others; empty where there are none.
+
+    Args:
+        config: as asked for.
+        environment: the variables in which torchrun describes the place.
+    """
+    from diloco.training.processes import process_name
+
+    if config.rendezvous is not None:
+        return f"start a replica, in the store {config.rendezvous}"
+    if not (rank := environment.get("RANK", "")).isdecimal():
+        return ""
+    name, first = (process_name(config.processes_per_replica, number) for number in (int(rank), 0))
+    whom = "waits for the others" if rank == "0" else f"meets {first}"
+    where = f"{environment.get('MASTER_ADDR')}, port {environment.get('MASTER_PORT')}"
+    return (
+        f"start {name} of {config.num_replicas}, which {whom} at {where}, for up to {config.timeout_seconds:g} s"
+    )
+
+
 def _addresses(config: TrainConfig) -> Iterator[str]:
     if config.prometheus_port is not None:
         ports = range(config.prometheus_port, config.prometheus_port + config.num_local_replicas)
@@ -219,19 +254,20 @@ def _train(asked: TrainConfig, *, is_resume: bool) -> None:
 
 
 def _replica(asked: TrainConfig, is_resume: bool) -> None:
-    """Train one replica, or one of its shards, in this process; the first shows progress and outcome."""
+    """Train one replica, or one of its shards, in this process; a machine's first shows progress and outcome."""
     from diloco.report.terminal.screen import Screen
     from diloco.report.terminal.training import TrainingProgress, print_outcome
     from diloco.training.loop import train
+    from diloco.training.processes import is_first_on_machine
 
     with safe_streams():
-        config, console = resolved(asked), Screen()
-        progress = TrainingProgress(config, console) if int(os.environ["RANK"]) == 0 else None
+        config, console, rank = resolved(asked), Screen(), int(os.environ["RANK"])
+        progress = TrainingProgress(config, console, rank=rank) if is_first_on_machine() else None
         on_start = None if progress is None else partial(progress.started, is_resume=is_resume)
         try:
             outcome = train(asked, resume=is_resume, on_start=on_start, on_step=progress)
         finally:
             if progress is not None:
                 progress.close()
-        if outcome is not None:
-            print_outcome(config, outcome, console)
+        if progress is not None:
+            print_outcome(config, outcome, console, rank=rank)

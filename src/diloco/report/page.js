@@ -89,9 +89,8 @@ function legend(chart, series) {
     else if (!chart.names.length) line.append(curve(one, "M0 5H26"));
     if (!chart.lanes.length && !chart.is_history)
       line.append(shape("circle", { cx: 13, cy: 5, r: 3, fill: color(one.color) }));
-    const value = one.value !== null ? one.value : chart.is_history && one.points.length ? last(one.points)[1] : null;
-    const text = value === null ? " " : ` ${number(value)} `;
-    made.append(element("span", "", line, element("b", text), one.label));
+    const value = one.value || (chart.is_history && one.points.length ? number(last(one.points)[1]) : "");
+    made.append(element("span", "", line, element("b", value ? ` ${value} ` : " "), one.label));
   }
   return made;
 }

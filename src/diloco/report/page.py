@@ -31,13 +31,12 @@ class Series:
     points: Points
     """x and y, or x, y and the ends of a range around it; without those that are beyond a number's range."""
     thin: bool = False
-    value: float | None = None
-    """The number in the legend; None is the last y."""
+    value: str = ""
+    """The number in the legend; empty is the last y."""
 
     def __post_init__(self) -> None:
-        """Leave out the numbers that JSON can't say."""
+        """Leave out the points that JSON can't say."""
         self.points = [point for point in self.points if all(map(math.isfinite, point))]
-        self.value = self.value if self.value is not None and math.isfinite(self.value) else None
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,6 @@
 """The facts and the curves of runs, finished or not: for the live page, the report and the terminal alike.
 
-Losses are means over the replicas; times and bytes are those of the first replica on this machine.
+Losses and utilization are means over the replicas; times and bytes are those of the first replica on this machine.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,9 +15,11 @@ from diloco.report.text import Label, differing_settings, duration, megabytes, s
 from diloco.training.config.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.records.summary import Summary
-from diloco.training.records.tail import Bin, ReplicaSteps, RunTail
+from diloco.training.records.tail import LOSS_MEANING, Bin, ReplicaSteps, RunTail
 
-LOSS = "training loss, last 5 %"
+LOSS, UTILIZATION = "training loss", "compute utilization"
+_MEANINGS = {LOSS: LOSS_MEANING, UTILIZATION: "mean of all steps"}
+"""The definitions of results, which are named where they are shown."""
 _MOST_FLIGHTS = 8
 _MOST_RATES = 32
 _MOST_OPEN = 4
@@ -27,18 +29,24 @@ _MOST_TIMELINES = 8
 _TOKENS = "tokens"
 
 
+def with_meaning(name: str, text: str) -> str:
+    """A result, or its name, with its definition."""
+    return ", ".join(filter(None, (text, _MEANINGS.get(name))))
+
+
 def run_facts(run: RunTail) -> dict[str, str]:
     """Progress, results and settings of a run, by name; what is not known yet is left out."""
     if run.last is None or run.config is None:
         return {}
-    last, first, config = run.last, run.first, run.config
+    (replica, first), *_ = run.replicas.items()
+    last, config = run.last, run.config
     step = f"{last.step:,} of {config.num_steps:,}"
     facts = {
         "step": step if config.rendezvous is None else f"{last.step:,}, {run.part:.1%} of the run",
         "ETA": duration(run.eta_seconds) if run.eta_seconds is not None and run.standing == "running" else "",
-        LOSS: f"{run.loss:.4f}",
+        LOSS: _text(LOSS, run.loss),
         **(_facts_so_far(run, config) if run.summary is None else summary_facts(run.summary)),
-        "blocked": f"{first.blocked_seconds:.1f} s of {first.seconds:.0f} s",
+        f"blocked in replica {replica}": f"{first.blocked_seconds:.1f} s of {first.seconds:.0f} s",
         "merged per replica": megabytes(first.bytes_received) if first.bytes_received else "",
         "in flight": _in_flight_text(run.in_flight()),
         "method": config.method,
@@ -60,11 +68,12 @@ def summary_facts(summary: Summary) -> dict[str, str]:
     data_parallel_bytes = 0 if is_baseline else summary.data_parallel_bytes_per_replica
     facts = _formatted(
         {
+            LOSS: summary.training_loss,
             "held-out loss": summary.eval_loss,
             "bits per byte": summary.eval_bits_per_byte,
             "tokens": summary.num_tokens,
             "tokens/s": summary.tokens_per_second or None,
-            "compute utilization": summary.compute_utilization,
+            UTILIZATION: summary.compute_utilization,
             "time": summary.wall_seconds,
             "MFU": summary.model_flops_utilization,
             "memory": summary.peak_memory_bytes or None,
@@ -100,7 +109,7 @@ def _facts_so_far(run: RunTail, config: TrainConfig) -> dict[str, str]:
             "held-out loss": run.eval_loss,
             "tokens": last.tokens,
             "tokens/s": first.tokens_per_second,
-            "compute utilization": first.compute_utilization,
+            UTILIZATION: run.compute_utilization,
             "time": first.seconds,
             "MFU": last.model_flops_utilization,
             "memory": last.peak_memory_bytes or None,
@@ -122,11 +131,12 @@ def _formatted(results: Mapping[str, float | None]) -> dict[str, str]:
 
 _DATA_PARALLEL = "Data-Parallel"
 _FORMATS: dict[str, Callable[[float], str]] = {
+    LOSS: "{:.4f}".format,
     "held-out loss": "{:.4f}".format,
     "bits per byte": "{:.4f}".format,
     "tokens": "{:,}".format,
     "tokens/s": "{:,.0f}".format,
-    "compute utilization": "{:.1%}".format,
+    UTILIZATION: "{:.1%}".format,
     "time": duration,
     "MFU": "{:.1%}".format,
     "memory": megabytes,
@@ -173,7 +183,7 @@ def run_sections(runs: Sequence[RunTail], labels: Sequence[Label], *, with_chart
             standing=run.standing,
             part=run.part,
             notes=_notes(run),
-            facts=run_facts(run),
+            facts={name: with_meaning(name, value) for name, value in run_facts(run).items()},
             charts=list(_run_charts(run)) if with_charts else (),
             is_open=len(runs) <= _MOST_OPEN,
         )
@@ -189,7 +199,7 @@ def _notes(run: RunTail) -> list[str]:
 
 
 _COMPARED = (
-    *("step", "ETA", LOSS, "held-out loss", "bits per byte", "tokens", "tokens/s", "compute utilization"),
+    *("step", "ETA", LOSS, "held-out loss", "bits per byte", "tokens", "tokens/s", UTILIZATION),
     *("sent per replica", "time"),
 )
 """Facts in which runs are compared."""
@@ -203,13 +213,13 @@ def _comparison(runs: Sequence[RunTail], labels: Sequence[Label], *, with_charts
         columns[name] = list(map(str, values))
     facts = [run_facts(run) for run in runs]
     for name in _COMPARED:
-        columns[name] = [one.get(name, "") for one in facts]
+        columns[with_meaning(name, name)] = [one.get(name, "") for one in facts]
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     names, started = short(labels), [index for index, run in enumerate(runs) if run.last is not None]
     charts: list[Chart] = []
     if with_charts:
-        charts = _loss_charts([(names[i], i, runs[i]) for i in started])
-        charts += _rate_charts([_Curve(names[i], i, runs[i].first) for i in started])
+        named = [(names[i], i, runs[i]) for i in started]
+        charts = [*_loss_charts(named), *_rate_charts(named, [_Curve(*one[:2], one[2].first) for one in named])]
     return Section(
         title=f"{len(runs)} runs",
         charts=[chart for chart in charts if any(one.points for one in chart.series)],
@@ -227,7 +237,8 @@ def _run_charts(run: RunTail) -> Iterator[Chart]:
     if run.last is None or run.config is None:
         return
     curves = [_Curve(f"replica {m}", index, steps) for index, (m, steps) in enumerate(run.replicas.items())]
-    charts = [*_loss_charts([("", 0, run)]), *_rate_charts(curves), _bytes_chart(run, run.config)]
+    named = [("", 0, run)]
+    charts = [*_loss_charts(named), *_rate_charts(named, curves), _bytes_chart(run, run.config)]
     yield from (chart for chart in charts if any(one.points for one in chart.series))
     if any(steps.first_merges for steps in run.replicas.values()):
         yield _timeline(run, run.config.diloco.sync_every)
@@ -247,7 +258,7 @@ _Named = tuple[str, int, RunTail]
 
 
 def _loss_charts(runs: Sequence[_Named]) -> list[Chart]:
-    held_out = _means(runs, _held_out, lambda _: None, lambda run: run.eval_loss)
+    held_out = _means(runs, _held_out, "held-out loss", lambda _: None, lambda run: run.eval_loss)
     for (_, _, run), mean in zip(runs, held_out[-len(runs) :], strict=True):
         if run.summary is not None:  # of the whole held-out text, where each replica evaluates a share
             before = [point for point in mean.points if point[0] < run.summary.num_tokens]
@@ -256,8 +267,8 @@ def _loss_charts(runs: Sequence[_Named]) -> list[Chart]:
         Chart(
             title="Training loss, nats per token",
             x=_TOKENS,
-            series=_means(runs, _loss, lambda steps: steps.loss, lambda run: run.loss),
-            about="The number is the mean over the last 5 % of the steps.",
+            series=_means(runs, _loss, LOSS, lambda steps: steps.loss, lambda run: run.loss),
+            about=f"The number is the {_MEANINGS[LOSS]}.",
         ),
         Chart(
             title="Held-out loss, nats per token",
@@ -271,6 +282,7 @@ def _loss_charts(runs: Sequence[_Named]) -> list[Chart]:
 def _means(
     runs: Sequence[_Named],
     points: Callable[[Sequence[Bin]], Points],
+    name_of_value: str,
     replica_value: Callable[[ReplicaSteps], float | None],
     run_value: Callable[[RunTail], float | None],
 ) -> list[Series]:
@@ -282,33 +294,44 @@ def _means(
         if len(curves) > 1:
             for index, (m, steps) in enumerate(run.replicas.items()):
                 replica, shade = (f"replica {m}", index) if is_alone else ("", color)
-                value = replica_value(steps)
+                value = _text(name_of_value, replica_value(steps))
                 thin.append(Series(label=replica, color=shade, points=curves[index], thin=True, value=value))
             own, label = (BLACK, "mean") if is_alone else (color, name)
-        means.append(Series(label=label, color=own, points=_mean(curves), value=run_value(run)))
+        value = _text(name_of_value, run_value(run))
+        means.append(Series(label=label, color=own, points=_mean(curves), value=value))
     return thin + means
 
 
-def _rate_charts(curves: Sequence[_Curve]) -> list[Chart]:
+def _text(name: str, value: float | None) -> str:
+    """A number as the facts show it; empty if it is not known."""
+    return "" if value is None else _FORMATS[name](value)
+
+
+def _rate_charts(runs: Sequence[_Named], curves: Sequence[_Curve]) -> list[Chart]:
     def chart(
         title: str,
         points: Callable[[Sequence[Bin]], Points],
-        value: Callable[[ReplicaSteps], float | None] = lambda _: None,
-        about: str = "",
+        value: Callable[[ReplicaSteps], str] = lambda _: "",
     ) -> Chart:
         series = [
             Series(label=label, color=color, points=points(steps.bins), value=value(steps))
             for label, color, steps in curves
         ]
-        return Chart(title=title, x=_TOKENS, series=series, about=about, from_zero=True)
+        return Chart(title=title, x=_TOKENS, series=series, from_zero=True)
 
+    utilizations = _means(
+        *(runs, _utilization, UTILIZATION),
+        *(lambda steps: steps.compute_utilization, lambda run: run.compute_utilization),
+    )
     charts = [
-        chart("Tokens/s of all replicas", _speed, lambda steps: steps.tokens_per_second),
-        chart(
-            "Compute utilization",
-            _utilization,
-            lambda steps: steps.compute_utilization,
-            "Share of time in which training did not wait for other replicas; the number is that of all steps.",
+        chart("Tokens/s of all replicas", _speed, lambda steps: _text("tokens/s", steps.tokens_per_second)),
+        Chart(
+            title="Compute utilization",
+            x=_TOKENS,
+            series=utilizations,
+            about="Share of time in which training did not wait for other replicas; the number is the "
+            f"{_MEANINGS[UTILIZATION]}.",
+            from_zero=True,
         ),
     ]
     if any(curve.steps.bytes_sent for curve in curves):

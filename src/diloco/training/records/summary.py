@@ -65,7 +65,7 @@ def contributors(state: "RunState") -> dict[str, Contributor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The content of `summary.json`; times are those of replica 0."""
+    """The content of `summary.json`; times are those of replica 0, losses and utilization of all replicas."""
 
     num_params: Count
     """Parameters of the model."""
@@ -79,6 +79,8 @@ class Summary:
     """Standard error of that loss over sequences; None for a single one."""
     eval_bits_per_byte: float
     """The loss in bits a byte of text."""
+    training_loss: float | None = None
+    """Training loss: the mean of the last 5 % of steps, and of the replicas; None if no metrics are left."""
     bytes_sent_per_replica: Count
     """Payload bytes that replica 0 sent, each destination counted."""
     data_parallel_bytes_per_replica: Count
@@ -100,7 +102,7 @@ class Summary:
     wall_seconds: Seconds = 0.0
     """Time of all steps."""
     compute_utilization: float = 1.0
-    """The share of that time in which training did not wait for other replicas."""
+    """The share of the time of all steps in which training did not wait for other replicas, their mean."""
     tokens_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Tokens a second of all replicas, at the pace of replica 0."""
     model_flops_utilization: float | None = None
@@ -124,9 +126,9 @@ class Outcome:
     """The results of a run."""
 
     summary: dict[str, Any]
-    """The content of `summary.json`; times are those of replica 0."""
+    """The content of replica 0's `summary.json`; in another replica with its own times and bytes."""
     samples: Sequence[Sample]
-    """The text that the model writes with the outer parameters."""
+    """The text that the model writes with the outer parameters; none in another replica."""
 
 
 @dataclass(frozen=True)
@@ -194,12 +196,19 @@ def evaluate(state: TrainState, world: World, held_out: HeldOut, *, together: bo
     return held_out.mean(losses)
 
 
-def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss) -> Outcome | None:
-    """Write the outer parameters, the summary and samples of a run that is over, in replica 0's first process.
+def conclude(
+    state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss, means: Mapping[str, float]
+) -> Outcome | None:
+    """The outcome of a run that is over, in the first process of each replica; all of its processes must call it.
 
-    All processes of replica 0 must call it, and no other.
+    Replica 0 writes the outer parameters, the summary and the samples; the others' outcomes have no samples. The means over all
+    replicas are a part of the summary.
     """
     num_tokens = state.progress.after(state.step).tokens
+    if world.replica > 0:
+        outer_hash = parameters_hash(state.sync.outer_parameters(), gathered)
+        summary = _summary(state, config, world, loss, num_tokens) | {**means, "outer_hash": outer_hash}
+        return Outcome(summary, []) if world.rank == 0 else None
     outer: dict[str, Tensor] = {}
     for name, parameter in state.sync.outer_parameters().items():
         value = gathered(parameter).contiguous().cpu()
@@ -209,7 +218,8 @@ def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOut
         return None
     exported = safetensors.torch.save(outer, metadata={"model": json.dumps(to_json(config.model))})
     write_atomically(config.directory / OUTER_FILE, [exported])
-    summary = _summary(state, config, world, loss, num_tokens) | {"outer_hash": parameters_hash(outer)}
+    summary = _summary(state, config, world, loss, num_tokens)
+    summary |= {**means, "outer_hash": parameters_hash(outer)}
     write_json(config.directory / SUMMARY_FILE, summary)
     # A model that is sharded may fit on no device whole.
     model = state.model if world.mesh is None else config.model.build(seed=config.seed)
@@ -244,7 +254,6 @@ def _summary(
         "tokens_per_second": num_replicas * replica_tokens * state.step / state.seconds,
         "model_flops_utilization": utilization,
         "peak_memory_bytes": peak_memory_bytes(world.device),
-        "compute_utilization": 1 - state.blocked_seconds / state.seconds,
         "bytes_sent_per_replica": state.sync.bytes_sent,
         "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_trained, num_replicas) * state.step,
         "device": world.device.type,
