@@ -201,8 +201,8 @@ def conclude(
 ) -> Outcome | None:
     """The outcome of a run that is over, in the first process of each replica; all of its processes must call it.
 
-    Replica 0 writes the outer parameters, the summary and the samples; the others' outcomes have no samples. The means over all
-    replicas are a part of the summary.
+    Replica 0 writes the outer parameters, the summary and the samples; the others' outcomes have no samples. The
+    means over all replicas are a part of the summary.
     """
     num_tokens = state.progress.after(state.step).tokens
     if world.replica > 0:
