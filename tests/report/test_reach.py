@@ -28,7 +28,7 @@ def test_a_laptops_run_is_told_its_own_pace_and_a_gpus():
     assert config.model.num_matrix_params == 1_212_544
     far = reach(config, num_tokens=2_867_200, tokens_per_second=20_000)
     assert far is not None and far.this.startswith("This model has 1.21M parameters and has read 2.87M tokens.")
-    assert far.table.columns == ["parameters", "at this run's speed", "on a GPU (RTX 4090)", "writes"]
+    assert far.table.columns == ["parameters", "time here", "time, RTX 4090", "writes"]
     assert [row[:3] for row in far.table.rows] == [
         ["10M", "23 hours", "3 minutes"],
         ["125M", "149 days", "8 hours"],
@@ -39,7 +39,7 @@ def test_a_laptops_run_is_told_its_own_pace_and_a_gpus():
 
 def test_a_run_without_a_pace_is_told_the_gpus_alone():
     far = reach(laptop(), num_tokens=0, tokens_per_second=None)
-    assert far is not None and far.table.columns == ["parameters", "on a GPU (RTX 4090)", "writes"]
+    assert far is not None and far.table.columns == ["parameters", "time, RTX 4090", "writes"]
     assert "this run reached" not in far.about
 
 

@@ -82,7 +82,8 @@ class Chat:
         if max_tokens > MOST_TOKENS:
             raise UserError(f"max_tokens={max_tokens} must be at most {MOST_TOKENS} on a page", "max_tokens")
         finished_config(source, prepared)
-        self._source, self._parameters, self._prepared = source, parameters, prepared
+        self._source, self._prepared = source, prepared
+        self._parameters: Parameters = parameters
         self._first = {"max_tokens": max_tokens, "temperature": temperature}
         self._top_k, self._seed = top_k, seed
         self._places, self._turn = threading.BoundedSemaphore(_MOST_ASKING), threading.Lock()

@@ -39,7 +39,7 @@ def reach(config: TrainConfig, *, num_tokens: int, tokens_per_second: float | No
         return None
     own_flops = 6.0 * num_params * tokens_per_second if tokens_per_second else None
     gpu_flops = _UTILIZATION * DENSE_BF16_FLOPS[_GPU]
-    speeds = {"at this run's speed": own_flops, f"on a GPU ({_GPU})": gpu_flops}
+    speeds = {"time here": own_flops, f"time, {_GPU}": gpu_flops}
     known = {name: flops for name, flops in speeds.items() if flops is not None}
     rows = [
         [
@@ -59,5 +59,5 @@ def reach(config: TrainConfig, *, num_tokens: int, tokens_per_second: float | No
 
 def _assumptions(own_flops: float | None, gpu_flops: float) -> Iterator[str]:
     yield f"The times are for {TOKENS_PER_PARAM:g} tokens per parameter and 6 operations per token and parameter,"
-    yield "" if own_flops is None else f"at the {own_flops / 1e12:.2g} TFLOP/s that this run reached, and"
-    yield f"on the GPU at {gpu_flops / 1e12:.0f} TFLOP/s, {_UTILIZATION:.0%} of its peak, which is assumed."
+    yield "" if own_flops is None else f"here at the {own_flops / 1e12:.2g} TFLOP/s that this run reached, and"
+    yield f"on a GPU at {gpu_flops / 1e12:.0f} TFLOP/s, {_UTILIZATION:.0%} of its peak, which is assumed."
