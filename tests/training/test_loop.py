@@ -259,7 +259,7 @@ def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch, steps_ahead
     assert outcome.summary["bytes_sent_per_replica"] == outcome.summary["data_parallel_bytes_per_replica"] == 0
     assert outcome.summary["compute_utilization"] > 0.99
     assert outcome.summary["tokens_per_second"] == pytest.approx(24 * 8 * 64 / outcome.summary["wall_seconds"])
-    assert len(outcome.sample) > 100
+    assert [len(sample.text) > 50 for sample in outcome.samples] == [True] * 3
     written = lines(folder / "runs" / f"alone-{steps_ahead}", 0)
     assert sum(line["step_seconds"] for line in written) == pytest.approx(outcome.summary["wall_seconds"])
     for line in written:
