@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from diloco.cli._command import call, train_command
+from diloco.cli._serving import check_serving, serve_page
 from diloco.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,36 +44,15 @@ def _watch(
         raise UserError("name a run's directory, a directory of runs, or a store")
     if not 0 < every_seconds <= 86_400:
         raise UserError(f"every_seconds={every_seconds} must be above 0 and at most 86400", "every_seconds")
-    for name, value in {"port": port, "address": address}.items():
-        if value and not serve:
-            raise UserError(
-                f"{name}={value} means nothing without serve: add that, or leave it out", name, "serve"
-            )
+    check_serving(serve, port=port, address=address)
     from diloco.report.sources import Sources
 
     looked_at = Sources(sources, command_of=train_command)
     if serve:
-        _serve(
-            looked_at, f"diloco: {', '.join(Path(source).name or source for source in sources[:4])}", port, address
-        )
+        title = f"diloco: {', '.join(Path(source).name or source for source in sources[:4])}"
+        serve_page(looked_at, title, port=port, address=address)
     else:
         _show(looked_at, every_seconds)
-
-
-def _serve(sources: "Sources", title: str, port: int, address: str) -> None:
-    from diloco.report.server import ADDRESS, LiveServer
-
-    server = LiveServer(sources, title=title, port=port, address=address or ADDRESS)
-    print(f"{server.url} (Ctrl-C ends it)", flush=True)
-    if server.is_open:
-        print(
-            "Anybody with this URL can read the page, and nothing is encrypted: use it in your own network.",
-            flush=True,
-        )
-    try:
-        server.serve()
-    finally:
-        server.close()
 
 
 def _show(sources: "Sources", every_seconds: float) -> None:

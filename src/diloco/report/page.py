@@ -146,24 +146,37 @@ def write_page(title: str, page: Page, path: Path) -> None:
     write_atomically(path, [document(title, page)])
 
 
-def document(title: str, page: Page | None) -> bytes:
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """A part at the top of the page that has a script of its own."""
+
+    body: str
+    """Markup, which holds nothing of a run."""
+    style: str
+    script: str
+
+
+def document(title: str, page: Page | None, *, panel: Panel | None = None) -> bytes:
     """The document.
 
     Args:
         title: text.
         page: its content; without it, the script asks the server for it.
+        panel: at its top.
     """
     policy = content = ""
+    styles = "".join(f"<style>{style}</style>\n" for style in _styles(panel))
+    scripts = "".join(f"<script>{script}</script>\n" for script in _scripts(panel))
     if page is not None:
-        policy = f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(_POLICY)}">\n'
+        policy = f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(_policy(panel))}">\n'
         content = f'<script type="application/json" id="content">{page.as_json().decode()}</script>\n'
     title = html.escape(title)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'{policy}<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<link rel="icon" href="data:,">\n'  # a browser would ask for one
-        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{_BODY}\n{content}"
-        f"<script>{_SCRIPT}</script>\n</body>\n</html>\n"
+        f"<title>{title}</title>\n{styles}</head>\n<body>\n<h1>{title}</h1>\n"
+        f"{'' if panel is None else panel.body}{_BODY}\n{content}{scripts}</body>\n</html>\n"
     ).encode(errors="replace")  # a directory's name need not be UTF-8
 
 
@@ -178,15 +191,29 @@ _BODY = """<p id="note">Reading …</p>
 <footer><label>Charts show <select id="shown"><option value="1">all of the run</option>
 <option value="0.5">its last half</option><option value="0.1">its last tenth</option></select></label>
 <label><input type="checkbox" id="common" checked> the same axes for all runs</label></footer>"""
-_POLICY = [
-    "default-src 'none'",
-    f"script-src {_hash(_SCRIPT)}",
-    f"style-src {_hash(_STYLE)}",
-    "img-src data:",
-    *(f"{name} 'none'" for name in ("base-uri", "form-action")),
-]
-SERVED_POLICY = "; ".join([*_POLICY, "connect-src 'self'", "frame-ancestors 'none'"])
-"""The Content-Security-Policy of a server: this script and style alone run, and they reach this server alone.
 
-That of a file lets them reach nothing; it can't forbid that another page frames it.
-"""
+
+def _styles(panel: Panel | None) -> list[str]:
+    return [_STYLE] if panel is None else [_STYLE, panel.style]
+
+
+def _scripts(panel: Panel | None) -> list[str]:
+    return [_SCRIPT] if panel is None else [_SCRIPT, panel.script]
+
+
+def _policy(panel: Panel | None) -> list[str]:
+    return [
+        "default-src 'none'",
+        f"script-src {' '.join(map(_hash, _scripts(panel)))}",
+        f"style-src {' '.join(map(_hash, _styles(panel)))}",
+        "img-src data:",
+        *(f"{name} 'none'" for name in ("base-uri", "form-action")),
+    ]
+
+
+def served_policy(panel: Panel | None) -> str:
+    """The Content-Security-Policy of a server: own scripts and styles alone run, and they reach this server alone.
+
+    That of a file lets them reach nothing; it can't forbid that another page frames it.
+    """
+    return "; ".join([*_policy(panel), "connect-src 'self'", "frame-ancestors 'none'"])

@@ -122,3 +122,15 @@ def megabytes(num_bytes: float) -> str:
     if num_bytes < 1e5:
         return f"{num_bytes / 1e3:.1f} kB"
     return f"{num_bytes / 1e6:.2f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.2f} GB"
+
+
+def long_duration(seconds: float) -> str:
+    """A time in its largest unit of which there are two or more.
+
+    >>> long_duration(100), long_duration(82_700), long_duration(1.3e7), long_duration(1.9e9)
+    ('2 minutes', '23 hours', '150 days', '60 years')
+    """
+    for unit, size in {"years": 365.25 * 86_400, "days": 86_400, "hours": 3600, "minutes": 60}.items():
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{seconds:.0f} seconds"
