@@ -94,7 +94,7 @@ def test_the_page_has_the_curves_and_the_facts_of_every_run(runs, serve, finishe
     assert float(whole["facts"]["held-out loss"].split()[0]) == pytest.approx(summary["eval_loss"], abs=5e-5)
     charts = {chart["title"].partition(",")[0]: chart["series"] for chart in compared["charts"]}
     assert list(charts) == [
-        *("Training loss", "Held-out loss", "Tokens/s of all replicas", "Compute utilization"),
+        *("Training loss", "Held-out loss", "Speed of all replicas", "Compute utilization"),
         *("Sent by a replica", "Merged by a replica"),
     ]
     means = [series for series in charts["Held-out loss"] if not series["thin"]]
@@ -123,6 +123,45 @@ def test_the_page_of_a_store_follows_its_log(tmp_path, serve, monkeypatch):
     timeline = read_timeline(str(run.directory))
     for chart, numbers in ((contributors, timeline.contributors), (tokens, timeline.tokens)):
         assert [y for _, y in chart["series"][0]["points"]] == numbers
+
+
+def test_a_store_has_progress_and_time_to_go_by_its_log_and_loss_by_its_replicas(tmp_path, finished_run):
+    run = Handwritten(tmp_path / "run", facts={"num_tokens": 2000})
+    run.train(2)
+    member = tmp_path / "member"
+    shutil.copytree(finished_run, member, ignore=shutil.ignore_patterns("checkpoints"))
+    config = json.loads((member / "config.json").read_text())
+    config["diloco"]["overlap_steps"] = 2
+    config |= {"num_replicas": 1, "rendezvous": str(run.directory)}
+    (member / "config.json").write_text(json.dumps(config))
+    alone, both = Sources([str(run.directory)]), Sources([str(run.directory), str(member)])
+    for sources in (alone, both):
+        sources.again()
+    run.train_on(4)
+    for sources in (alone, both):
+        sources.again()
+    tokens = run.state.tokens // 2
+    (store,) = alone.page().sections
+    assert store.part == tokens / 2000 and store.facts["part of the run"] == f"{tokens / 2000:.1%}"
+    assert store.eta == store.facts["ETA"] and re.fullmatch(r"\d+:\d\d", store.eta)
+    assert store.headline.startswith(
+        f"{tokens / 1000:g}k of 2k tokens counted in 8 outer steps; 3 replicas contributed"
+    )
+    assert any("log holds no losses" in note for note in store.notes)
+    store, replica = both.page().sections
+    assert [chart.title for chart in store.charts][:2] == ["Training loss", "Held-out loss"]
+    assert store.charts[0].series[-1].points == replica.charts[0].series[-1].points
+    assert not any("losses" in note for note in store.notes)
+    run.close()
+    alone.again()
+    (store,) = alone.page().sections
+    assert (store.part, store.eta, store.standing) == (1.0, "", "finished")
+    own = Handwritten(tmp_path / "own")  # another program's run has no budget
+    own.train(2)
+    without_budget = Sources([str(own.directory)])
+    without_budget.again()
+    (store,) = without_budget.page().sections
+    assert store.part is None and store.eta == "" and store.setup == {}
 
 
 def test_only_this_machines_own_pages_get_an_answer(runs, serve):
@@ -258,7 +297,9 @@ def test_a_browser_draws_a_run_while_it_goes_on(runs, serve, finished_run, tmp_p
     curve = "document.querySelector('figure path[stroke-width=\"1.8\"]').getAttribute('d').length"
     with opened_page(tmp_path / "profile") as page:
         page.open(serve(runs).url, size=PHONE)
-        page.wait_until("document.querySelectorAll('figure').length == 6 + 2 * 10")
+        page.wait_until(
+            "document.querySelectorAll('figure').length == 6 + 9 + 10"
+        )  # one held-out loss is no curve
         assert page.value(step) == "60 of 120"
         before = page.value(curve)
         grow(runs / EVIL, finished_run, 120)
@@ -274,7 +315,7 @@ def test_a_browser_draws_a_run_while_it_goes_on(runs, serve, finished_run, tmp_p
         assert page.value("document.querySelectorAll('h2')[1].textContent") == f"{EVIL}, learning_rate=0.25"
         assert page.value("document.querySelectorAll('img').length") == 0 and page.value("document.title") != "1"
         # What was folded stays so when there is news.
-        page.value("document.querySelectorAll('summary')[2].click()")
+        page.value("document.querySelectorAll('main > details > summary')[2].click()")
         page.wait_until("document.querySelectorAll('figure').length == 6 + 10")
         page.resize(DESK)
         page.wait_until("new Set([...document.querySelectorAll('figure')].map(f => f.offsetLeft)).size == 3")

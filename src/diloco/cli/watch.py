@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from diloco.cli._command import call
+from diloco.cli._command import call, train_command
 from diloco.cli._serving import check_serving, serve_page
 from diloco.errors import UserError
 
@@ -47,7 +47,7 @@ def _watch(
     check_serving(serve, port=port, address=address)
     from diloco.report.sources import Sources
 
-    looked_at = Sources(sources)
+    looked_at = Sources(sources, command_of=train_command)
     if serve:
         title = f"diloco: {', '.join(Path(source).name or source for source in sources[:4])}"
         serve_page(looked_at, title, port=port, address=address)

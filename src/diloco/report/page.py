@@ -13,8 +13,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diloco.files import make_directory, write_atomically
+
+if TYPE_CHECKING:
+    from diloco.training.records.samples import Sample
 
 Points = Sequence[tuple[float, ...]]
 BLACK = -1
@@ -57,9 +61,11 @@ class Chart:
 
     title: str
     x: str
-    """The label of the x axis."""
+    """The name of the x axis, with its unit."""
+    y: str = ""
+    """The name of the y axis, with its unit."""
     about: str = ""
-    """A sentence about its numbers."""
+    """A sentence that says what it shows, and how to read it."""
     legend: str = ""
     """The quantity that tells the series apart, where their names are its values."""
     series: Sequence[Series] = ()
@@ -79,6 +85,8 @@ class Table:
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    colors: Sequence[int] = ()
+    """Numbers of the rows' colours, where the rows have curves."""
 
 
 @dataclass(kw_only=True)
@@ -89,10 +97,19 @@ class Section:
     color: int = BLACK
     """Number of the colour of its curves beside others."""
     standing: str = ""
+    eta: str = ""
+    """Time to the end, as far as it is known."""
     part: float | None = None
     """The share of the run that is over."""
+    headline: str = ""
+    """A sentence that says the result, or how far the run is."""
     notes: Sequence[str] = ()
     facts: dict[str, str] = field(default_factory=dict)
+    main: Sequence[str] = ()
+    """The names of the facts that are shown large, before everything else."""
+    setup: dict[str, str] = field(default_factory=dict)
+    """The command, the machine, the date, the model and the data of the run, by name."""
+    samples: "Sequence[Sample]" = ()
     charts: Sequence[Chart] = ()
     table: Table | None = None
     is_open: bool = True
@@ -105,6 +122,8 @@ class Page:
 
     note: str
     sections: Sequence[Section]
+    date: str = ""
+    """The moment that it shows, where it is frozen."""
 
     def as_json(self) -> bytes:
         """The content as JSON, which may stand in a script element: it has no `<`."""
@@ -163,9 +182,10 @@ def _hash(text: str) -> str:
 _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 _SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
 _BODY = """<p id="note">Reading …</p>
-<p><label>Show <select id="shown"><option value="1">all of the run</option>
-<option value="0.5">the last half</option><option value="0.1">the last tenth</option></select></label></p>
-<main></main>"""
+<main></main>
+<footer><label>Charts show <select id="shown"><option value="1">all of the run</option>
+<option value="0.5">its last half</option><option value="0.1">its last tenth</option></select></label>
+<label><input type="checkbox" id="common" checked> the same axes for all runs</label></footer>"""
 
 
 def _styles(panel: Panel | None) -> list[str]:

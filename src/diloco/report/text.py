@@ -56,8 +56,12 @@ def labels(names: Sequence[str], configs: Sequence[TrainConfig | None]) -> list[
         return [Label(name, "") for name in names]
     shown = shown_names(settings)
     rows = [zip(shown, row, strict=True) for row in zip(*settings.values(), strict=True)]
-    texts = [", ".join(f"{setting}={value}" for setting, value in row if value != "") for row in rows]
+    texts = [", ".join(f"{setting}={_exact(value)}" for setting, value in row if value != "") for row in rows]
     return list(map(Label, names, texts))
+
+
+def _exact(value: Setting) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def shown_names(names: Iterable[str]) -> list[str]:
@@ -71,6 +75,31 @@ def short(labels: Sequence[Label]) -> list[str]:
     """Texts for legends: the settings alone where they tell the runs apart, and else the names."""
     settings = [label.settings for label in labels]
     return settings if all(settings) and len({*settings}) == len(settings) else [label.name for label in labels]
+
+
+def rounded(count: float) -> str:
+    """A count with three digits and a unit.
+
+    >>> rounded(57_792), rounded(4_800_000), rounded(900)
+    ('57.8k', '4.8M', '900')
+    """
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= 0.9995 * size:
+            return f"{float(f'{count / size:.3g}'):g}{letter}"
+    return f"{count:g}"
+
+
+def cell(value: Setting) -> str:
+    """A setting for a table.
+
+    >>> cell(0.016666666), cell(30720), cell("None"), cell(True)
+    ('0.0167', '30,720', '–', 'True')
+    """
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "–" if value == "None" else str(value)
 
 
 def duration(seconds: float) -> str:
@@ -105,15 +134,3 @@ def long_duration(seconds: float) -> str:
         if seconds >= 1.5 * size:
             return f"{seconds / size:,.0f} {unit}"
     return f"{seconds:.0f} seconds"
-
-
-def rounded(count: float) -> str:
-    """A count in two or three digits.
-
-    >>> rounded(950), rounded(1_214_976), rounded(125e6), rounded(1.5e9)
-    ('950', '1.21M', '125M', '1.5B')
-    """
-    for size, letter in {1e12: "T", 1e9: "B", 1e6: "M", 1e3: "k"}.items():
-        if count >= size:
-            return f"{count / size:.3g}{letter}"
-    return f"{count:.0f}"

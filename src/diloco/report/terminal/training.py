@@ -15,6 +15,7 @@ from diloco.data.prepare import PrepareProgress, ProgressCallback
 from diloco.data.shards import read_index, total
 from diloco.report.reach import reach
 from diloco.report.runs import summary_facts, with_meaning
+from diloco.report.setup import learning_rate_text
 from diloco.report.text import duration, megabytes
 from diloco.schema import converted
 from diloco.training.config.config import TrainConfig
@@ -289,13 +290,7 @@ def forecast_lines(config: TrainConfig, forecast: Forecast) -> Iterator[str]:
 
 
 def _rate_line(config: TrainConfig) -> str:
-    inner = config.optimizer
-    down = "a cosine"
-    if inner.schedule == "wsd":
-        down = f"constant until a decay over the last {inner.decay_fraction:.0%} of the steps,"
-    warmup = _WARMUP_LEFT_OUT if inner.warmup_steps is None else f"{inner.warmup_steps} steps"
-    up = f"{warmup} up to {inner.learning_rate:g}"
-    return f"rate   {up}, then {down} to {inner.final_fraction:.0%}"
+    return f"rate   {learning_rate_text(config, warmup=_WARMUP_LEFT_OUT)}"
 
 
 def _syncs_line(config: TrainConfig, forecast: Forecast) -> str:

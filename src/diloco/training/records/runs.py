@@ -221,6 +221,8 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
         UserError: if a change would make it another run, with both values.
     """
     saved, saved_asked = read_config(directory), read_asked(directory)
+    if not asked.recipe:  # a store's replica that was started again without one
+        asked = replace(asked, recipe=saved.recipe)
     if not schedule_changes(saved, asked):
         if asked.optimizer.warmup_steps is None:
             asked = with_value(asked, "optimizer.warmup_steps", saved_asked.optimizer.warmup_steps)

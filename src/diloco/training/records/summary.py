@@ -22,7 +22,7 @@ from diloco.outer.digest import parameters_hash
 from diloco.schema import Count, Seconds
 from diloco.training.config.config import TrainConfig, to_json
 from diloco.training.data_parallel import ring_all_reduce_bytes
-from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
+from diloco.training.hardware import machine_name, model_flops_utilization, peak_memory_bytes
 from diloco.training.records.samples import Sample, write_samples
 from diloco.training.state import TrainState
 from diloco.training.world import World
@@ -111,6 +111,8 @@ class Summary:
     """The most memory that tensors of a process took on its GPU."""
     device: str = ""
     """Device on which the replicas computed."""
+    machine: str = ""
+    """The name of replica 0's GPU or processor."""
     precision: str = ""
     """bf16, bf16-params or fp32."""
     contributors: Mapping[str, Contributor] = field(default_factory=dict)
@@ -257,6 +259,7 @@ def _summary(
         "bytes_sent_per_replica": state.sync.bytes_sent,
         "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_trained, num_replicas) * state.step,
         "device": world.device.type,
+        "machine": machine_name(world.device),
         "precision": "bf16" if world.autocast else "fp32" if config.precision == "auto" else config.precision,
     } | ({} if rendezvous is None else _of_the_log(rendezvous, counted))
 
