@@ -146,5 +146,6 @@ def finished_run(once, small_corpus: Path) -> Path:
         process = run(folder, "--name", "streaming", *flags)
         assert process.returncode == 0, process.stdout + process.stderr
         assert not process.stderr, process.stderr
+        (folder / "printed.txt").write_text(process.stdout)
 
     return once("finished_run", train) / "runs" / "streaming"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from diloco.data.sampling import Batches, Sampler, SlotSampler
 from diloco.data.shards import TokenShards, open_split
 from diloco.errors import ExchangeError, TrainingError
-from diloco.exchange.transport import agree, fail_together
+from diloco.exchange.transport import agree, fail_together, share
 from diloco.integrations.trackers import tracker
 from diloco.training.config.config import TrainConfig, hyperparameters
 from diloco.training.config.resolve import resolved, shared_facts, text_facts
@@ -33,6 +34,7 @@ from diloco.training.records.summary import (
     evaluate,
     open_held_out,
 )
+from diloco.training.records.tail import replica_tail
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import BegunStep, begin_step, end_step
 from diloco.training.stopping import Stop, stoppable
@@ -92,7 +94,7 @@ def train(
         on_step: called with the metrics of each step of this replica.
 
     Returns:
-        The outcome in the first process, None in the others.
+        The outcome in the first process of each replica, None in the others.
 
     Raises:
         TrainingError: if the loss is no longer finite, or memory does not suffice.
@@ -224,7 +226,7 @@ class _Run:
         if self.world.rendezvous is not None:
             self.world.rendezvous.leave()
         loss = evaluate(self.state, self.world, self.held_out, together=True)
-        outcome = conclude(self.state, self.config, self.world, loss) if self.world.replica == 0 else None
+        outcome = conclude(self.state, self.config, self.world, loss, self._means())
         if outcome is not None and outcome.summary.get("closed") is False:
             raise ExchangeError(
                 f"the run was not closed within {self.config.timeout_seconds:g} s: {SUMMARY_FILE} and "
@@ -232,6 +234,16 @@ class _Run:
                 f"log, which may not be its last: see with diloco store status {self.config.rendezvous}"
             )
         return outcome
+
+    def _means(self) -> dict[str, float]:
+        """Training loss and compute utilization, the means over the replicas, by their metrics of all steps."""
+        own: list[float] = []
+        if self.log is not None:
+            steps = replica_tail(self.config.directory, self.config, self.world.replica).read()
+            own = [steps.loss, steps.compute_utilization] if steps.last else []
+        of_replicas = [values for values in share(self.world.everyone, own, list[float]) if values]
+        means = map(fmean, zip(*of_replicas, strict=True))
+        return dict(zip(("training_loss", "compute_utilization"), means, strict=False))
 
 
 @contextmanager

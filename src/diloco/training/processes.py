@@ -243,10 +243,24 @@ def under_a_launcher() -> bool:
     return "RANK" in os.environ
 
 
+def is_first_on_machine() -> bool:
+    """True if this process is to say what this machine does; of several that a launcher has started, one is."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def process_name(processes_per_replica: int, rank: int) -> str:
+    """The name of a process, by its number among all."""
+    replica, process = divmod(rank, processes_per_replica)
+    return f"replica {replica}" if processes_per_replica == 1 else f"process {process} of replica {replica}"
+
+
 @contextmanager
 def prepared() -> Iterator[None]:
-    """Have the replicas of `launch` in this context start sooner; enter it before this process starts threads."""
-    if under_a_launcher() or sys.platform != "linux":
+    """Have the replicas of `launch` in this context start sooner; enter it before this process starts threads.
+
+    In a context of the same kind it does nothing.
+    """
+    if under_a_launcher() or sys.platform != "linux" or _PREPARED:
         yield
         return
     with Ancestor("fork") as ancestor:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from diloco.engine.streaming import StreamingDiLoCo, uncounted_tokens
+from diloco.engine.streaming import StreamingDiLoCo, see_to_its_end, uncounted_tokens
 from diloco.exchange.group import TorchGroup
 from diloco.models.language_model import LanguageModel
 from diloco.outer.step import OuterStep
@@ -295,6 +295,7 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         offload=config.diloco.offload,
         **vars(settings),
     )
+    see_to_its_end(engine)
     if world.rendezvous is not None:
         own_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
         progress = ElasticProgress(engine, world, num_tokens=config.num_tokens, own_tokens=own_tokens)

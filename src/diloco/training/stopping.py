@@ -18,8 +18,8 @@ import torch.distributed as dist
 from diloco.errors import ExchangeError, Stopped
 from diloco.exchange.notices import ask, first_sentence
 from diloco.exchange.transport import wait_for_all
-from diloco.training.processes import AT_ONCE, SECONDS_BETWEEN_SIGNALS, STORE, on_signal
-from diloco.training.world import World, name_of_process
+from diloco.training.processes import AT_ONCE, SECONDS_BETWEEN_SIGNALS, STORE, on_signal, process_name
+from diloco.training.world import World
 
 
 @contextmanager
@@ -80,7 +80,7 @@ class Stop:
             return
         self._store = dist.PrefixStore("stop", world.store)
         self._rank, self._ranks = world.everyone.replica, range(world.everyone.num_replicas)
-        self._name_of = partial(name_of_process, world.num_ranks)
+        self._name_of = partial(process_name, world.num_ranks)
         self._listener = threading.Thread(target=self._listen, args=(self._store,), name="stop", daemon=True)
         self._listener.start()
 

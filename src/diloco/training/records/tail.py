@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import Generic, Self, TypeVar
 
 import torch
@@ -31,6 +32,8 @@ _BYTES_A_LOOK = 4 << 20
 _RECENT_STEPS = 50
 _TAIL = 20
 """The loss of a run is the mean over the last 1/20 of its steps."""
+LOSS_MEANING = f"mean of the last {100 // _TAIL} % of steps"
+"""The definition of the training loss, which is named where it is shown."""
 _SILENT_SECONDS = 60.0
 _SILENT_STEPS = 20
 """Seconds, and steps, of which the longer time must pass before a run is called silent."""
@@ -270,6 +273,19 @@ class ReplicaTail:
             self.steps.add(decoded(line, StepMetrics, source=source))
             self._offset += len(line) + 1
 
+    def read(self) -> ReplicaSteps:
+        """All steps of the file as it is now; raises as `look`."""
+        self.look()
+        while self.is_behind:
+            self.look()
+        return self.steps
+
+
+def replica_tail(directory: Path, config: TrainConfig, replica: int) -> ReplicaTail:
+    """The metrics of a replica; where replicas come and go, the tokens before its first step are not known."""
+    tokens_before = 0 if config.rendezvous is None else None
+    return ReplicaTail(metrics_file(directory, replica), tokens_before=tokens_before)
+
 
 class RunTail:
     """A run's directory while it grows, from before the run's first step to after its last.
@@ -327,10 +343,8 @@ class RunTail:
         summary = self.directory / SUMMARY_FILE
         self.summary = read_json(summary, Summary, most_bytes=1 << 20) if summary.exists() else None
         for replica in range(self.config.num_local_replicas):
-            path = metrics_file(self.directory, replica)
-            if replica not in self._tails and path.exists():
-                before = 0 if self.config.rendezvous is None else None
-                self._tails[replica] = ReplicaTail(path, tokens_before=before)
+            if replica not in self._tails and metrics_file(self.directory, replica).exists():
+                self._tails[replica] = replica_tail(self.directory, self.config, replica)
         for tail in self._tails.values():
             tail.look()
 
@@ -352,8 +366,17 @@ class RunTail:
 
     @property
     def loss(self) -> float | None:
-        """Training loss, the mean over the replicas."""
+        """Training loss, the mean over all replicas of a finished run, and over those on this machine before."""
+        if self.summary is not None and self.summary.training_loss is not None:
+            return self.summary.training_loss
         return _mean([one.loss for one in self.replicas.values()])
+
+    @property
+    def compute_utilization(self) -> float | None:
+        """Compute utilization, the mean over the same replicas."""
+        if self.summary is not None:
+            return self.summary.compute_utilization
+        return _mean([one.compute_utilization for one in self.replicas.values()])
 
     @property
     def eval_loss(self) -> float | None:
@@ -450,4 +473,4 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    return fmean(values) if values else None
