@@ -68,6 +68,8 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
     resume, file = (Path(words[name]) if name in words else None for name in ("resume", "config"))
     if resume is not None and file is not None:
         raise UserError("resume goes on with the run's own settings: leave config out", "resume", "config")
+    if words.get("config") in RECIPES:
+        raise UserError(f"config={file} is a recipe, which stands alone: type diloco train {file}", "config")
     named = flags.pop(0) if flags and flags[0] in RECIPES else None
     hf, lora = words.get("model.hf"), words.get("model.lora")
     if resume is not None:
@@ -191,7 +193,7 @@ def _start(command: Command, budget: Budget | None) -> None:
 
 
 def _hint(config: TrainConfig) -> str:
-    """How to go on with a run that has ended before its end."""
+    """The way to go on with a run that has ended too early."""
     from diloco.training.processes import under_a_launcher
     from diloco.training.records.checkpoints import finished_steps
 
@@ -199,7 +201,7 @@ def _hint(config: TrainConfig) -> str:
     if under_a_launcher():  # other machines hold what is not here
         held = [steps for steps in held if steps] or held
     step = max(set.intersection(*held), default=0)
-    return f"go on {f'from step {step} ' if step else ''}with: {resume_command(config)}"
+    return f"{f'go on from step {step}' if step else 'no step is saved: go on'} with: {resume_command(config)}"
 
 
 def resume_command(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> str:
