@@ -13,8 +13,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diloco.files import make_directory, write_atomically
+
+if TYPE_CHECKING:
+    from diloco.training.records.samples import Sample
 
 Points = Sequence[tuple[float, ...]]
 BLACK = -1
@@ -85,15 +89,6 @@ class Table:
     """Numbers of the rows' colours, where the rows have curves."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """Text that the model wrote."""
-
-    prompt: str
-    text: str
-    """The words after the prompt."""
-
-
 @dataclass(kw_only=True)
 class Section:
     """A run, a store, an experiment, or a comparison of runs."""
@@ -114,7 +109,7 @@ class Section:
     """The names of the facts that are shown large, before everything else."""
     setup: dict[str, str] = field(default_factory=dict)
     """The command, the machine, the date, the model and the data of the run, by name."""
-    samples: Sequence[Sample] = ()
+    samples: "Sequence[Sample]" = ()
     charts: Sequence[Chart] = ()
     table: Table | None = None
     is_open: bool = True
