@@ -92,7 +92,7 @@ class TrainingProgress:
     Args:
         config: the run's.
         console: to write to.
-        rank: the process's number among all; any but the first is named in its lines.
+        rank: the process's number among all, which is named where there are several.
     """
 
     def __init__(self, config: TrainConfig, console: Console, *, rank: int = 0) -> None:
