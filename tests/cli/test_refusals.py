@@ -77,6 +77,7 @@ report nowhere                                     => nowhere holds no run
 report results.csv                                 => results.csv is neither a run's directory nor an exp
 report                                             => name a run's directory, or an experiment's CSV
 watch                                              => name a run's directory, a directory of runs, or a store
+watch nowhere                                      => nowhere holds no run: nowhere/config.json is missing
 watch x --every-seconds 0                          => --every-seconds=0.0 must be above 0
 watch x --every-seconds inf                        => --every-seconds=inf must be above 0 and at most 86400
 watch x --port 8080                                => --port=8080 means nothing without --serve

@@ -193,9 +193,10 @@ def run_sections(runs: Sequence[RunTail], labels: Sequence[Label], *, with_chart
 
 def _notes(run: RunTail) -> list[str]:
     absent = [str(m) for m in range(run.config.num_local_replicas if run.config else 0) if m not in run.replicas]
+    ending = [run.ending[:1].upper() + run.ending[1:]] if run.ending else []
     if not absent or run.last is None:
-        return []
-    return [f"No metrics of replica{'s' * (len(absent) > 1)} {', '.join(absent)} are on this machine."]
+        return ending
+    return [*ending, f"No metrics of replica{'s' * (len(absent) > 1)} {', '.join(absent)} are on this machine."]
 
 
 _COMPARED = (
