@@ -1,10 +1,10 @@
 """A run at one moment, from the state that its log makes: its replicas, its progress, its traffic."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from diloco.rendezvous.archive import newest_state
 from diloco.rendezvous.contract import Form
@@ -245,6 +245,8 @@ class Look:
         self._log: Log | None = None
         self._facts: RunFacts
         self._with_timeline, self._most_entries = with_timeline, most_entries
+        self.facts: Mapping[str, Any] = {}
+        """The settings that all replicas share, by name."""
         self.timeline: Timeline | None = None
         """The timeline up to the last look, if it was asked for."""
         self.is_behind = False
@@ -264,7 +266,7 @@ class Look:
         at_once = MOST_AT_ONCE if self._log is None or self.is_behind else 2
         if self._log is None:
             create, first = await first_entry(self._store)
-            self._facts = RunFacts.of(create)
+            self._facts, self.facts = RunFacts.of(create), create.facts
             if self._with_timeline:
                 self.timeline = Timeline(state=first)
             else:

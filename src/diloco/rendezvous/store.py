@@ -261,7 +261,8 @@ def _directory(path: str) -> "tuple[str, ObjectStore]":
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is a file: give a directory", "url")
     if not directory.parent.is_dir():
-        raise UserError(f"{directory.parent} does not exist: make it, or mount it, first", "url")
+        bucket = "" if path.startswith(("/", ".", "~")) else "; a bucket is s3://bucket/prefix"
+        raise UserError(f"{directory.parent} does not exist: make it, or mount it, first{bucket}", "url")
     make_directory(directory)
     try:
         return str(directory), LocalStore(directory, automatic_cleanup=True)  # of empty directories
