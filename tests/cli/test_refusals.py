@@ -83,12 +83,11 @@ report nowhere                                     => nowhere holds no run
 report results.csv                                 => results.csv is neither a run's directory nor an exp
 report                                             => name a run's directory, or an experiment's CSV
 watch                                              => name a run's directory, a directory of runs, or a store
+watch nowhere                                      => nowhere holds no run: nowhere/config.json is missing
 watch x --every-seconds 0                          => --every-seconds=0.0 must be above 0
 watch x --every-seconds inf                        => --every-seconds=inf must be above 0 and at most 86400
 watch x --port 8080                                => --port=8080 means nothing without --serve
 watch x --address 0.0.0.0                          => --address=0.0.0.0 means nothing without --serve
-watch x --serve --address 192.0.2.7 --port 8080    => --port=8080 of --address=192.0.2.7 can't be used
-watch x --serve --port 99999                       => --port=99999 can't be used
 store check ftp://host/run                         => ftp://host/run: give a directory, or s3://bucket/prefix
 store check /none/run                              => /none does not exist: make it, or mount it, first
 store check . --racers 1                           => --racers=1 must be at least 2
@@ -248,6 +247,8 @@ OF_A_RUN = """
 train laptop --resume RUN                          => was started with recipe=tiny, and now laptop is asked for
 export RUN --to hf --output x --push-to-hub me/it  => --push-to-hub=me/it, but HF_HUB_OFFLINE forbids to ask
 generate RUN --top-k 0                             => --top-k=0 must be at least 1
+watch RUN --serve --port 99999                     => --port=99999 can't be used
+watch RUN --serve --address 192.0.2.7 --port 8080  => --port=8080 of --address=192.0.2.7 can't be used
 chat RUN --max-tokens 0                            => --max-tokens=0 must be at least 1
 eval RUN --data nowhere.jsonl                      => nowhere.jsonl can't be read: No such file
 """
