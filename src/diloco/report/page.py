@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from diloco.files import make_directory, write_atomically
+from diloco.training.records.samples import Sample
 
 Points = Sequence[tuple[float, ...]]
 BLACK = -1
@@ -85,15 +86,6 @@ class Table:
     """Numbers of the rows' colours, where the rows have curves."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """Text that the model wrote."""
-
-    prompt: str
-    text: str
-    """The words after the prompt."""
-
-
 @dataclass(kw_only=True)
 class Section:
     """A run, a store, an experiment, or a comparison of runs."""
@@ -115,6 +107,7 @@ class Section:
     setup: dict[str, str] = field(default_factory=dict)
     """The command, the machine, the date, the model and the data of the run, by name."""
     samples: Sequence[Sample] = ()
+    """Texts that the model wrote."""
     charts: Sequence[Chart] = ()
     table: Table | None = None
     is_open: bool = True

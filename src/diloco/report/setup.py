@@ -6,16 +6,14 @@ from pathlib import Path
 
 from diloco.data.shards import INDEX_FILE, read_index, total
 from diloco.errors import UserError
-from diloco.report.page import Sample
 from diloco.report.text import rounded
 from diloco.schema import read_json
 from diloco.training.config.config import TrainConfig
 from diloco.training.records.metrics import metrics_file
+from diloco.training.records.samples import SAMPLES_FILE, Sample
 from diloco.training.records.summary import Summary
 from diloco.training.records.tail import RunTail
 
-SAMPLES_FILE = "samples.json"
-"""The file of a run's directory in which its model's texts are."""
 CommandOf = Callable[[Path], str]
 """The command line that started the run in a directory; empty if it can't be told."""
 _MOST_SAMPLES = 4
