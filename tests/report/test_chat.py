@@ -250,9 +250,8 @@ def test_the_page_says_what_larger_models_take(server, finished_run):
         "most_tokens": 1000,
         "most_characters": MOST_CHARACTERS,
     }
-    assert far == asdict(
-        reach(config, num_tokens=summary["num_tokens"], tokens_per_second=summary["tokens_per_second"])
-    )
+    own = reach(config, num_tokens=summary["num_tokens"], tokens_per_second=summary["tokens_per_second"])
+    assert far == json.loads(json.dumps(asdict(own)))
 
 
 def test_a_watched_page_has_no_chat(finished_run):

@@ -56,6 +56,7 @@ def test_a_run_leaves_its_files(streaming):
         "metrics-1.jsonl",
         "outer.safetensors",
         "running",
+        "samples.json",
         "summary.json",
         "tensorboard",
     }

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from diloco.cli._command import Run, call
+from diloco.cli._command import Run, call, train_command
 from diloco.cli._serving import check_serving, serve_page
 from diloco.cli._writing import Writing, as_utf8, show
 
@@ -46,8 +46,8 @@ def _chat(
     from diloco.report.chat import Chat
     from diloco.report.sources import Sources
 
-    title = f"diloco: {Path(run).name or run}"
-    return serve_page(Sources([run]), title, port=port, address=address, chat=Chat(run, **vars(writing)))
+    sources, chat = Sources([run], command_of=train_command), Chat(run, **vars(writing))
+    return serve_page(sources, f"diloco: {Path(run).name or run}", port=port, address=address, chat=chat)
 
 
 def _talk(run: str, writing: Writing) -> None:

@@ -13,9 +13,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diloco.files import make_directory, write_atomically
-from diloco.training.records.samples import Sample
+
+if TYPE_CHECKING:
+    from diloco.training.records.samples import Sample
 
 Points = Sequence[tuple[float, ...]]
 BLACK = -1
@@ -106,8 +109,7 @@ class Section:
     """The names of the facts that are shown large, before everything else."""
     setup: dict[str, str] = field(default_factory=dict)
     """The command, the machine, the date, the model and the data of the run, by name."""
-    samples: Sequence[Sample] = ()
-    """Texts that the model wrote."""
+    samples: "Sequence[Sample]" = ()
     charts: Sequence[Chart] = ()
     table: Table | None = None
     is_open: bool = True
