@@ -86,6 +86,8 @@ watch                                              => name a run's directory, a 
 watch x --every-seconds 0                          => --every-seconds=0.0 must be above 0
 watch x --every-seconds inf                        => --every-seconds=inf must be above 0 and at most 86400
 watch x --port 8080                                => --port=8080 means nothing without --serve
+watch x --address 0.0.0.0                          => --address=0.0.0.0 means nothing without --serve
+watch x --serve --address 192.0.2.7 --port 8080    => --port=8080 of --address=192.0.2.7 can't be used
 watch x --serve --port 99999                       => --port=99999 can't be used
 store check ftp://host/run                         => ftp://host/run: give a directory, or s3://bucket/prefix
 store check /none/run                              => /none does not exist: make it, or mount it, first

@@ -4,6 +4,7 @@ import html
 import json
 import os
 import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +14,20 @@ import pytest
 from tests.browser import DESK, PHONE, needs_chromium, opened_page
 from tests.experiments.papers.made_up import made_up
 
+from diloco.cli._command import train_command
 from diloco.cli.main import main
+from diloco.cli.train import _parsed as parsed
 from diloco.experiments.papers import experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.rows import write_rows
+from diloco.report.setup import moment
 from diloco.report.sources import Sources
 from diloco.report.text import differing_settings, shown_names
 from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import Budget
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.records.metrics import read_metrics
+from diloco.training.records.runs import read_asked
 
 EVIL = "$x$ & </script><script>document.title=1<"
 EXPERIMENTS = ("compression", "evaluated_parameters", "scaling")
@@ -64,7 +70,7 @@ def run(file) -> dict:
 
 
 def test_the_file_is_the_page_of_the_same_moment_and_loads_nothing(file, finished_run):
-    sources = Sources([str(finished_run)])
+    sources = Sources([str(finished_run)], command_of=train_command)
     sources.again()
     assert content(file)["sections"][:1] == json.loads(sources.page().as_json())["sections"]
     text = file.read_text()
@@ -146,6 +152,40 @@ def test_the_curves_are_those_of_the_metrics(run, finished_run):
         assert lane["bars"] == [bar for bar in bars if bar[0] <= 10 + 2 * 10]
 
 
+def test_the_result_comes_first_and_the_command_makes_the_run_again(run, finished_run):
+    summary = json.loads((finished_run / "summary.json").read_text())
+    factor = summary["data_parallel_bytes_per_replica"] / summary["bytes_sent_per_replica"]
+    assert run["headline"] == (
+        f"57.8k parameters, 2 replicas: held-out loss {summary['eval_loss']:.3g} after 61.4k tokens, "
+        f"{factor:.0f}× fewer bytes than Data-Parallel"
+    )
+    assert run["main"][0] == "held-out loss" and {*run["main"]} > {"sent per replica", "tokens/s"}
+    setup = run["setup"]
+    assert list(setup) == ["command", "date", "machine", "data", "model", "batch", "learning rate"]
+    assert setup["machine"].startswith(summary["machine"]) and re.search(r" \d+ cores, ", setup["machine"])
+    assert setup["date"] == moment((finished_run / "metrics-0.jsonl").stat().st_mtime)
+    assert "text.jsonl, " in setup["data"] and "tokenizer bytes" in setup["data"]
+    assert setup["learning rate"] == "warm-up of 12 steps up to 0.004, then a cosine to 5%"
+    program, verb, *words = shlex.split(setup["command"])
+    asked, (command, budget) = read_asked(finished_run), parsed(words)
+    assert (program, verb, budget) == ("diloco", "train", Budget(asked.num_tokens, "tokens"))
+    data = replace(command.config.data, prepared=asked.data.prepared)
+    assert replace(command.config, runs=asked.runs, data=data, num_tokens=asked.num_tokens) == asked
+
+
+def test_texts_that_the_model_wrote_are_shown_as_they_are(finished_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run, ignore=shutil.ignore_patterns("checkpoints"))
+    texts = [{"prompt": "The", "text": f" {EVIL}\n"}, {"prompt": "", "text": "…"}]
+    (run / "samples.json").write_text(json.dumps(texts))
+    assert reported(tmp_path, run)["sections"][0]["samples"] == texts
+    assert EVIL not in (tmp_path / "report.html").read_text()
+    for damaged in ("{", '[{"prompt": 3, "text": ""}]', '{"prompt": "", "text": ""}', "[" * 5000):
+        (run / "samples.json").write_text(damaged)
+        (sample,) = reported(tmp_path, run)["sections"][0]["samples"]
+        assert "samples.json can't be read" in sample["text"]
+
+
 def test_an_experiment_has_its_verdict_its_panels_and_its_rows(file):
     sections = content(file)["sections"][1:]
     assert [section["title"] for section in sections] == [*EXPERIMENTS]
@@ -211,6 +251,10 @@ def test_several_runs_are_compared_at_the_top(finished_run, tmp_path):
     assert [run["title"] for run in runs] == ["streaming, learning_rate=0.004", "other, learning_rate=0.25"]
     columns = dict(zip(compared["table"]["columns"], zip(*compared["table"]["rows"], strict=True), strict=True))
     assert (columns["run"], columns["learning_rate"]) == (("streaming", "other"), ("0.004", "0.25"))
+    names = [*columns]
+    assert names[:4] == ["run", "state", "step", "held-out loss"] and names[-1] == "learning_rate"
+    assert compared["table"]["colors"] == [0, 1] == [one["color"] for one in runs]
+    assert compared["headline"] == f"Lowest held-out loss: streaming, {summary['eval_loss']:.4g}; then other 9.25"
     assert columns["held-out loss"][1].startswith("9.2500")
     assert len({*columns["training loss, mean of the last 5 % of steps"]}) == 1
     held_out = charts_of(compared)["Held-out loss"]["series"]

@@ -72,12 +72,12 @@ def be_process(config: TrainConfig, meeting: str) -> int:
     return int(rank)
 
 
-def stop_and_go_on(config: TrainConfig, told: int, at_step: int) -> tuple[str, int, list[Any]]:
-    """A run whose process `told` hears SIGTERM at a step, gone on with; how it was stopped, and both hashes."""
+def stop_and_go_on(config: TrainConfig, stopped_rank: int, at_step: int) -> tuple[str, int, list[Any]]:
+    """A run of which one process hears SIGTERM, and which goes on; its end, and its hash beside a whole run's."""
     rank, sentence, exit_code = be_process(config, "whole"), "", 0
 
     def hear(metrics) -> None:
-        if rank == told and metrics.step == at_step:
+        if rank == stopped_rank and metrics.step == at_step:
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)  # by way of a launcher, too
         time.sleep(0.02 * (rank == 0))  # so that the others are ahead
@@ -95,7 +95,7 @@ def stop_and_go_on(config: TrainConfig, told: int, at_step: int) -> tuple[str, i
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "stopped_rank"),
     [
         ({"num_replicas": 1, "diloco": {"overlap_steps": (2,)}}, 0),
         ({}, 1),
@@ -108,11 +108,13 @@ def stop_and_go_on(config: TrainConfig, told: int, at_step: int) -> tuple[str, i
     ],
     ids=["alone", "streaming", "data_parallel", "shards", "ddp", "sharded_data_parallel"],
 )
-def test_one_process_is_told_and_all_save_the_same_step(config, tmp_path, changes, told):
+def test_one_process_is_told_and_all_save_the_same_step(config, tmp_path, changes, stopped_rank):
     changes = {**changes, "diloco": replace(config.diloco, **changes.get("diloco", {}))}
     run = resolved(replace(config, runs=tmp_path, micro_batch=None, **changes))
     imports = ("torch._dynamo", "torch.distributed.fsdp") if run.num_processes > 2 else ()
-    everyones = run_replicas(stop_and_go_on, run.num_processes, run, told, 9, joined=False, imports=imports)
+    everyones = run_replicas(
+        stop_and_go_on, run.num_processes, run, stopped_rank, 9, joined=False, imports=imports
+    )
     (held,) = {tuple(finished_steps(run.runs / "stopped" / "checkpoints", m)) for m in range(run.num_replicas)}
     step, last = held
     assert 9 <= step < STEPS == last
@@ -132,7 +134,7 @@ def losses(run: Path, replica: int) -> list[tuple[int, float, float | None]]:
 
 
 def stop_beside_one_that_stands_still(config: TrainConfig) -> str:
-    """Replica 1 is stopped like a machine that hangs, and replica 0 told to end."""
+    """Replica 1 is stopped like a machine that hangs, and replica 0 hears a signal."""
     rank, pid = be_process(config, "meeting"), config.runs / "pid"
     stopping._SECONDS_TO_ANSWER = 1.0
     if rank == 1:
@@ -197,7 +199,7 @@ def test_a_run_stopped_at_any_moment_goes_on_bit_for_bit(folder, streaming, mome
     draw = random.Random(moment)
     stop = (stop_by_terminal, stop_the_first_process, preempt)[moment % 3]
     step = (draw.randint(1, 118), 0, draw.randint(1, 3), draw.randint(114, 120))[moment % 4]
-    every, seconds = draw.choice(("1", "7", "1000")), draw.uniform(0, 0.3)
+    every, seconds = draw.choice(("1", "7", "1000")), draw.uniform(0, 0.03)
     directory = folder / "runs" / f"moment-{moment}"
     flags = [*FLAGS, "--log-layer-cosine", "--checkpoint.every-steps", every]
     with started(folder, "--name", directory.name, *flags) as process:
@@ -215,7 +217,7 @@ def test_a_run_stopped_at_any_moment_goes_on_bit_for_bit(folder, streaming, mome
         if saved := re.search(r"every replica has saved step (\d+); go on from step (\d+) with: ", done.stderr):
             assert saved[1] == saved[2] and at == int(saved[1]) >= step
         else:
-            assert "there is no step to save yet" in done.stderr or "the last step is taken" in done.stderr
+            assert at in (0, 120) and "saved step" not in done.stderr, done.stderr
     is_claimed = (directory / "config.json").exists()
     again = ["--resume", str(directory)] if is_claimed else ["--name", directory.name, *flags]
     done = run(folder, *again) if not (directory / "summary.json").exists() else done
@@ -230,7 +232,7 @@ def test_a_run_stopped_at_any_moment_goes_on_bit_for_bit(folder, streaming, mome
 def test_a_second_signal_ends_a_run_at_once(folder):
     directory = folder / "runs" / "twice"
     with started(folder, "--name", "twice", "--num-tokens", "10M", "--checkpoint.every-steps", "5") as process:
-        wait_for(lambda: finished_steps(directory / "checkpoints", 1), process)
+        wait_for(lambda: all(finished_steps(directory / "checkpoints", replica) for replica in (0, 1)), process)
         os.kill(max(replicas(process.pid)), signal.SIGSTOP)  # the others wait for its answer
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(1.5)
@@ -239,26 +241,26 @@ def test_a_second_signal_ends_a_run_at_once(folder):
         begin = time.monotonic()
         done = process.wait(10)
     assert time.monotonic() - begin < 5 and done.returncode == 130
-    *_, newest = finished_steps(directory / "checkpoints", 1)
+    newest = min(finished_steps(directory / "checkpoints", replica)[-1] for replica in (0, 1))
     end = rf"diloco: stopped at once by a second signal; go on from step {newest} with: diloco train .*\n"
     assert re.fullmatch(end, done.stderr), done.stderr
 
 
 @pytest.mark.slow
 def test_one_of_two_machines_is_told_and_both_keep_the_work(folder, streaming):
-    machines = [folder / f"told-{m}" for m in (0, 1)]
+    machines = [folder / f"stopped-{m}" for m in (0, 1)]
     for machine in machines:
         machine.mkdir()
         shutil.copy(folder / "text.jsonl", machine)
 
-    def both(*flags: str, told: int | None = None) -> list[Any]:
+    def both(*flags: str, stopped_rank: int | None = None) -> list[Any]:
         address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
 
         def torchrun(rank: int) -> Any:
             arguments = ["--nnodes", "2", "--nproc-per-node", "1", *address, "--node-rank", str(rank)]
             arguments += ["-m", *command(*flags)[2:]]
             with program(launcher.main, arguments, folder=machines[rank], GLOO_SOCKET_IFNAME="lo") as process:
-                if rank == told:
+                if rank == stopped_rank:
                     wait_for(lambda: num_lines(machines[0] / "runs" / "far") >= 50, process)
                     os.kill(process.pid, signal.SIGTERM)
                 return process.wait(TIMEOUT_SECONDS)
@@ -266,7 +268,7 @@ def test_one_of_two_machines_is_told_and_both_keep_the_work(folder, streaming):
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(torchrun, (0, 1)))
 
-    first, second = both("--name", "far", *FLAGS, told=1)
+    first, second = both("--name", "far", *FLAGS, stopped_rank=1)
     steps = [finished_steps(machine / "runs" / "far" / "checkpoints", m) for m, machine in enumerate(machines)]
     assert first.returncode and second.returncode and steps[0][-1] == steps[1][-1] > 50
     saved = rf"every replica has saved step {steps[0][-1]}; go on from step {steps[0][-1]} with: torchrun .*"

@@ -56,6 +56,7 @@ def test_a_run_leaves_its_files(streaming):
         "metrics-1.jsonl",
         "outer.safetensors",
         "running",
+        "samples.json",
         "summary.json",
         "tensorboard",
     }
@@ -137,9 +138,8 @@ def test_a_killed_run_goes_on_bit_for_bit(folder, streaming):
         os.kill(victim, signal.SIGKILL)
         done = process.wait(60)
     assert done.returncode == 1
-    expected = (
-        rf"diloco: replica \d was killed by SIGKILL .*; go on from step 40 with: .* --resume runs/{killed.name}\n"
-    )
+    sentence = r"diloco: replica \d was killed by SIGKILL .*; go on from step [24]0 with: "
+    expected = rf"{sentence}.* --resume runs/{killed.name}\n"
     assert re.fullmatch(expected, done.stderr)
     assert len(lines(killed, 0)) < len(lines(streaming, 0))
 
@@ -260,7 +260,7 @@ def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch, steps_ahead
     assert outcome.summary["bytes_sent_per_replica"] == outcome.summary["data_parallel_bytes_per_replica"] == 0
     assert outcome.summary["compute_utilization"] > 0.99
     assert outcome.summary["tokens_per_second"] == pytest.approx(24 * 8 * 64 / outcome.summary["wall_seconds"])
-    assert len(outcome.sample) > 100
+    assert [len(sample.text) > 50 for sample in outcome.samples] == [True] * 3
     written = lines(folder / "runs" / f"alone-{steps_ahead}", 0)
     assert sum(line["step_seconds"] for line in written) == pytest.approx(outcome.summary["wall_seconds"])
     for line in written:

@@ -10,12 +10,12 @@ from tests.rendezvous.handwritten import Handwritten
 from diloco.errors import UserError
 from diloco.schema import flat
 from diloco.training.config.config import to_json
+from diloco.training.config.joined import config_of
 from diloco.training.config.recipes import tiny
 from diloco.training.config.resolve import DATA_DIGEST, facts_with_rendezvous, resolve, text_facts
 from diloco.training.records.export import export_run
 from diloco.training.records.finished import evaluate_run, run_parameters
 from diloco.training.records.runs import read_config
-from diloco.training.records.store_runs import config_of
 
 
 @pytest.fixture(scope="module")

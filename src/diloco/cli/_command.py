@@ -10,6 +10,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from functools import partial, wraps
 from inspect import Parameter, signature
 from itertools import pairwise
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -428,3 +429,21 @@ def changes(config: "TrainConfig") -> dict[str, list[str]]:
     from diloco.training.config.recipes import recipe
 
     return flags({name: value for name, (_, value) in differences(recipe(config.recipe), config).items()})
+
+
+def train_command(directory: Path) -> str:
+    """The command line that starts the run in a directory; empty if it can't be told from the run's config."""
+    from diloco.training.config.recipes import RECIPES, recipe
+    from diloco.training.records.runs import read_asked
+
+    try:
+        config = read_asked(directory)
+    except UserError:
+        return ""
+    if config.recipe not in RECIPES or type(config.model) is not type(recipe(config.recipe).model):
+        return ""
+    words = changes(config)
+    words.pop("runs", None)
+    if config.data.prepared is not None and config.data.prepared.parent == config.data.cache.absolute():
+        words.pop("data.prepared", None)  # it follows from the text
+    return shlex.join(["diloco", "train", config.recipe, *(word for each in words.values() for word in each)])

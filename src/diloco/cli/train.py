@@ -17,6 +17,7 @@ from diloco.cli._recipe import changed, named_recipe
 from diloco.cli._streams import safe_streams
 from diloco.errors import UserError
 from diloco.training.config.config import TrainConfig, differences, with_value
+from diloco.training.config.joined import joined_config
 from diloco.training.config.recipes import RECIPES, recipe, with_hugging_face, with_model_at
 from diloco.training.config.resolve import Budget, epochs, parse_tokens, read_config_file, resolved
 
@@ -50,9 +51,14 @@ class Command:
 
 def run(arguments: list[str]) -> None:
     """Train a run of a recipe, or resume one."""
+    from diloco.training.processes import prepared
+
     with spelled(Command):
-        command, budget = _parsed(arguments)
-        _start(command, budget)
+        is_in_a_store = "rendezvous" in _words(arguments)[0] and not asks_for_help(arguments)
+        # Before a replica that joins reads the run's settings there, by a library that starts threads.
+        with prepared() if is_in_a_store else nullcontext():
+            command, budget = _parsed(arguments)
+            _start(command, budget)
 
 
 def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
@@ -72,6 +78,8 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
     elif file is not None and not asks_for_help(flags):
         config, of_file = read_config_file(file, named, rendezvous=words.get("rendezvous"))
         budget = budget or of_file
+    elif named is None and "rendezvous" in words and not asks_for_help(flags) and _begins_with_flags(flags):
+        config = joined_config(words["rendezvous"], names_model=hf is not None)
     else:
         if named is None:
             named, flags = named_recipe(flags or arguments, prog="diloco train")
@@ -87,6 +95,10 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
     if budget is None and resume is None:
         budget = Budget(command.config.num_tokens, "tokens")
     return command, budget
+
+
+def _begins_with_flags(words: Sequence[str]) -> bool:
+    return not words or words[0].startswith("-")
 
 
 def _of_run(directory: Path, named: str | None) -> TrainConfig:
@@ -181,7 +193,7 @@ def _start(command: Command, budget: Budget | None) -> None:
 
 
 def _hint(config: TrainConfig) -> str:
-    """How to go on with a run that has ended before its end."""
+    """The way to go on with a run that has ended too early."""
     from diloco.training.processes import under_a_launcher
     from diloco.training.records.checkpoints import finished_steps
 
@@ -189,7 +201,7 @@ def _hint(config: TrainConfig) -> str:
     if under_a_launcher():  # other machines hold what is not here
         held = [steps for steps in held if steps] or held
     step = max(set.intersection(*held), default=0)
-    return f"go on {f'from step {step} ' if step else ''}with: {resume_command(config)}"
+    return f"{f'go on from step {step}' if step else 'no step is saved: go on'} with: {resume_command(config)}"
 
 
 def resume_command(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> str:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from diloco.report.page import BLACK, Chart, Lane, Points, Section, Series, Table
-from diloco.report.text import Label, differing_settings, duration, megabytes, short, shown_names
+from diloco.report.setup import CommandOf, comparison_headline, headline, samples, setup
+from diloco.report.text import Label, cell, differing_settings, duration, megabytes, short, shown_names
 from diloco.training.config.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.records.summary import Summary
@@ -26,7 +27,8 @@ _MOST_OPEN = 4
 """Runs up to which the page unfolds the section of each."""
 _MOST_TIMELINES = 8
 """Replicas whose sends and merges are drawn."""
-_TOKENS = "tokens"
+_TOKENS = "tokens of all replicas"
+_NATS = "nats per token"
 
 
 def with_meaning(name: str, text: str) -> str:
@@ -173,22 +175,45 @@ def _in_flight_text(flights: Mapping[int, Mapping[int, int]]) -> str:
     return "; ".join(parts[:_MOST_FLIGHTS]) + " …" * (len(parts) > _MOST_FLIGHTS)
 
 
-def run_sections(runs: Sequence[RunTail], labels: Sequence[Label], *, with_charts: bool = True) -> list[Section]:
-    """The comparison of several runs, and a section for each run."""
+def run_sections(
+    runs: Sequence[RunTail],
+    labels: Sequence[Label],
+    *,
+    with_charts: bool = True,
+    command_of: CommandOf = lambda _: "",
+) -> list[Section]:
+    """The comparison of several runs, and a section for each run.
+
+    Args:
+        runs: the runs.
+        labels: their names.
+        with_charts: make all that a page shows, and not only what a terminal does.
+        command_of: tells the command line of a run.
+    """
     compared = [_comparison(runs, labels, with_charts=with_charts)] if len(runs) > 1 else []
     return compared + [
         Section(
             title=str(label),
             color=index if compared else BLACK,
             standing=run.standing,
+            eta=facts.get("ETA", ""),
             part=run.part,
+            headline=headline(run),
             notes=_notes(run),
-            facts={name: with_meaning(name, value) for name, value in run_facts(run).items()},
+            facts={name: with_meaning(name, value) for name, value in facts.items()},
+            main=_MAIN if run.summary is not None else ["step", *_MAIN],
+            setup=setup(run, command_of) if with_charts else {},
+            samples=list(samples(run.directory)) if with_charts else (),
             charts=list(_run_charts(run)) if with_charts else (),
             is_open=len(runs) <= _MOST_OPEN,
         )
         for index, (run, label) in enumerate(zip(runs, labels, strict=True))
+        for facts in (run_facts(run),)
     ]
+
+
+_MAIN = ("held-out loss", LOSS, "bits per byte", "sent per replica", UTILIZATION, "tokens/s", "time")
+"""Facts that a page shows large."""
 
 
 def _notes(run: RunTail) -> list[str]:
@@ -199,31 +224,34 @@ def _notes(run: RunTail) -> list[str]:
 
 
 _COMPARED = (
-    *("step", "ETA", LOSS, "held-out loss", "bits per byte", "tokens", "tokens/s", UTILIZATION),
-    *("sent per replica", "time"),
+    *("ETA", "step", "held-out loss", LOSS, "sent per replica", UTILIZATION),
+    *("tokens/s", "time"),
 )
 """Facts in which runs are compared."""
 
 
 def _comparison(runs: Sequence[RunTail], labels: Sequence[Label], *, with_charts: bool) -> Section:
-    """The curves of several runs beside each other, the settings in which they differ, and their results."""
-    settings = differing_settings([run.config for run in runs])
-    columns = {"run": [label.name for label in labels], "state": [run.standing for run in runs]}
-    for name, values in zip(shown_names(settings), settings.values(), strict=True):
-        columns[name] = list(map(str, values))
+    """The results of several runs, the settings in which they differ, and their curves beside each other."""
     facts = [run_facts(run) for run in runs]
+    columns = {"run": [label.name for label in labels], "state": [run.standing for run in runs]}
     for name in _COMPARED:
         columns[with_meaning(name, name)] = [one.get(name, "") for one in facts]
+    settings = differing_settings([run.config for run in runs])
+    for name, values in zip(shown_names(settings), settings.values(), strict=True):
+        columns[name] = list(map(cell, values))
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     names, started = short(labels), [index for index, run in enumerate(runs) if run.last is not None]
     charts: list[Chart] = []
     if with_charts:
         named = [(names[i], i, runs[i]) for i in started]
-        charts = [*_loss_charts(named), *_rate_charts(named, [_Curve(*one[:2], one[2].first) for one in named])]
+        charts = [*loss_charts(named), *_rate_charts(named, [_Curve(*one[:2], one[2].first) for one in named])]
     return Section(
         title=f"{len(runs)} runs",
-        charts=[chart for chart in charts if any(one.points for one in chart.series)],
-        table=Table(columns=list(columns), rows=list(zip(*columns.values(), strict=True))),
+        headline=comparison_headline([label.name for label in labels], runs),
+        charts=[*_drawn(charts)],
+        table=Table(
+            columns=list(columns), rows=list(zip(*columns.values(), strict=True)), colors=[*range(len(runs))]
+        ),
     )
 
 
@@ -238,8 +266,7 @@ def _run_charts(run: RunTail) -> Iterator[Chart]:
         return
     curves = [_Curve(f"replica {m}", index, steps) for index, (m, steps) in enumerate(run.replicas.items())]
     named = [("", 0, run)]
-    charts = [*_loss_charts(named), *_rate_charts(named, curves), _bytes_chart(run, run.config)]
-    yield from (chart for chart in charts if any(one.points for one in chart.series))
+    yield from _drawn([*loss_charts(named), _bytes_chart(run, run.config), *_rate_charts(named, curves)])
     if any(steps.first_merges for steps in run.replicas.values()):
         yield _timeline(run, run.config.diloco.sync_every)
     bins = run.first.outer_bins
@@ -248,16 +275,24 @@ def _run_charts(run: RunTail) -> Iterator[Chart]:
         p: [_point(one.last, one.cosine / one.num_cosines) for one in bins[p] if one.num_cosines] for p in bins
     }
     if any(norms.values()):
-        yield _by_fragment("Norm of the mean outer gradient", norms, from_zero=True)
+        about = "Size of a round's change, by fragment. It falls as training settles; a jump is a warning."
+        yield _by_fragment("Norm of the mean outer gradient", "norm", norms, about, from_zero=True)
     if any(cosines.values()):
-        yield _by_fragment("Cosine between the replicas' outer gradients", cosines)
+        about = "Agreement of the replicas: 1 if their changes are the same, 0 if they have nothing in common."
+        yield _by_fragment("Cosine between the replicas' outer gradients", "cosine", cosines, about)
+
+
+def _drawn(charts: Sequence[Chart]) -> Iterator[Chart]:
+    """The charts in which something is seen: a single point is a fact, and no curve."""
+    yield from (chart for chart in charts if any(len(one.points) > 1 for one in chart.series))
 
 
 _Named = tuple[str, int, RunTail]
 """A run with its name, empty for one that stands alone, and the number of its colour."""
 
 
-def _loss_charts(runs: Sequence[_Named]) -> list[Chart]:
+def loss_charts(runs: Sequence[_Named]) -> list[Chart]:
+    """Training and held-out loss of runs over their tokens."""
     held_out = _means(runs, _held_out, "held-out loss", lambda _: None, lambda run: run.eval_loss)
     for (_, _, run), mean in zip(runs, held_out[-len(runs) :], strict=True):
         if run.summary is not None:  # of the whole held-out text, where each replica evaluates a share
@@ -265,16 +300,19 @@ def _loss_charts(runs: Sequence[_Named]) -> list[Chart]:
             mean.points = [*before, _point(run.summary.num_tokens, run.summary.eval_loss)]
     return [
         Chart(
-            title="Training loss, nats per token",
+            title="Training loss",
             x=_TOKENS,
+            y=_NATS,
             series=_means(runs, _loss, LOSS, lambda steps: steps.loss, lambda run: run.loss),
-            about=f"The number is the {_MEANINGS[LOSS]}.",
+            about="Error in predicting the text that is trained on; lower is better. The number is the "
+            f"{_MEANINGS[LOSS]}.",
         ),
         Chart(
-            title="Held-out loss, nats per token",
+            title="Held-out loss",
             x=_TOKENS,
+            y=_NATS,
             series=held_out,
-            about="Loss of the outer parameters on text that is not trained on.",
+            about="The same error of the shared outer parameters on text that is not trained on; lower is better.",
         ),
     ]
 
@@ -310,24 +348,33 @@ def _text(name: str, value: float | None) -> str:
 def _rate_charts(runs: Sequence[_Named], curves: Sequence[_Curve]) -> list[Chart]:
     def chart(
         title: str,
+        y: str,
         points: Callable[[Sequence[Bin]], Points],
+        about: str,
         value: Callable[[ReplicaSteps], str] = lambda _: "",
     ) -> Chart:
         series = [
             Series(label=label, color=color, points=points(steps.bins), value=value(steps))
             for label, color, steps in curves
         ]
-        return Chart(title=title, x=_TOKENS, series=series, from_zero=True)
+        return Chart(title=title, x=_TOKENS, y=y, series=series, about=about, from_zero=True)
 
     utilizations = _means(
         *(runs, _utilization, UTILIZATION),
         *(lambda steps: steps.compute_utilization, lambda run: run.compute_utilization),
     )
     charts = [
-        chart("Tokens/s of all replicas", _speed, lambda steps: _text("tokens/s", steps.tokens_per_second)),
+        chart(
+            "Speed of all replicas",
+            "tokens/s",
+            _speed,
+            "Tokens that all replicas together train on, at the pace of each; the number is that of all steps.",
+            lambda steps: _text("tokens/s", steps.tokens_per_second),
+        ),
         Chart(
             title="Compute utilization",
             x=_TOKENS,
+            y="share of time",
             series=utilizations,
             about="Share of time in which training did not wait for other replicas; the number is the "
             f"{_MEANINGS[UTILIZATION]}.",
@@ -335,7 +382,10 @@ def _rate_charts(runs: Sequence[_Named], curves: Sequence[_Curve]) -> list[Chart
         ),
     ]
     if any(curve.steps.bytes_sent for curve in curves):
-        charts += [chart("Sent by a replica, Mbit/s", _sent), chart("Merged by a replica, Mbit/s", _received)]
+        about = "The outer gradients that a replica uploads, on average over a part of the run."
+        charts.append(chart("Sent by a replica", "Mbit/s", _sent, about))
+        about = "The others' outer gradients when they are merged, on average over a part of the run."
+        charts.append(chart("Merged by a replica", "Mbit/s", _received, about))
     return charts
 
 
@@ -349,7 +399,15 @@ def _bytes_chart(run: RunTail, config: TrainConfig) -> Chart:
         steps = zip(bins, accumulate(one.num_steps for one in bins), strict=True)
         points = [_point(one.last, each * count) for one, count in steps]
         series.append(Series(label="Data-Parallel, FP32", color=1, points=points))
-    return Chart(title="Bytes sent by a replica, in all", x=_TOKENS, series=series, y_log=True)
+    return Chart(
+        title="Bytes sent by a replica",
+        x=_TOKENS,
+        y="bytes, logarithmic" if len(series) > 1 else "bytes",
+        series=series,
+        about="Sum over the run so far"
+        + (", beside what Data-Parallel would have sent by then." if len(series) > 1 else "."),
+        y_log=len(series) > 1,
+    )
 
 
 def _timeline(run: RunTail, sync_every: int) -> Chart:
@@ -370,18 +428,20 @@ def _timeline(run: RunTail, sync_every: int) -> Chart:
     return Chart(
         title="Sends and merges in the first rounds",
         x="step",
-        about="A bar begins where a fragment was sent, and its dot is where it was merged.",
+        about="A bar begins where a fragment was sent, and its dot is where it was merged; training goes on.",
         series=[Series(label=f"replica {m}", color=index, points=[]) for index, m in enumerate(merges)],
         lanes=lanes,
     )
 
 
-def _by_fragment(title: str, points: Mapping[int, Points], *, from_zero: bool = False) -> Chart:
+def _by_fragment(
+    title: str, y: str, points: Mapping[int, Points], about: str, *, from_zero: bool = False
+) -> Chart:
     series = [
         Series(label=f"fragment {fragment}", color=index, points=curve)
         for index, (fragment, curve) in enumerate(points.items())
     ]
-    return Chart(title=title, x="step", series=series, from_zero=from_zero)
+    return Chart(title=title, x="step", y=y, series=series, about=about, from_zero=from_zero)
 
 
 def _point(x: float, y: float) -> tuple[float, float]:

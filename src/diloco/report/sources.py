@@ -8,6 +8,7 @@ from diloco.files import expanded
 from diloco.rendezvous.log.log import is_store
 from diloco.report.page import Page
 from diloco.report.runs import run_sections
+from diloco.report.setup import CommandOf
 from diloco.report.stores import StoreTail, store_section
 from diloco.report.text import labels
 from diloco.training.records.runs import CONFIG_FILE
@@ -22,15 +23,16 @@ class Sources:
 
     Args:
         sources: runs' directories, directories of runs, URLs or directories of stores; nothing need be there yet.
+        command_of: tells the command line of a run.
 
     Raises:
         UserError: if a source is below the home directory of a user that there is not.
     """
 
-    def __init__(self, sources: Sequence[str]) -> None:
+    def __init__(self, sources: Sequence[str], *, command_of: CommandOf = lambda _: "") -> None:
         for source in sources:
             is_store(source)  # refuses the home directory of nobody now
-        self._sources = sources
+        self._sources, self._command_of = sources, command_of
         self._runs: dict[Path, RunTail] = {}
         self._stores: dict[str, StoreTail] = {}
         self._num_left_out = 0
@@ -102,6 +104,15 @@ class Sources:
     def page(self, *, with_charts: bool = True) -> Page:
         """The page after the last look."""
         names = labels([run.directory.absolute().name for run in self.runs], [run.config for run in self.runs])
-        sections = run_sections(self.runs, names, with_charts=with_charts)
-        sections += [store_section(store, with_charts=with_charts) for store in self.stores]
+        sections = [
+            store_section(store, [run for run in self.runs if _is_of(run, store)], with_charts=with_charts)
+            for store in self.stores
+        ]
+        sections += run_sections(self.runs, names, with_charts=with_charts, command_of=self._command_of)
         return Page(note=self.note, sections=sections)
+
+
+def _is_of(run: RunTail, store: StoreTail) -> bool:
+    """True if a run's directory is that of a replica of a store's run."""
+    place = None if run.config is None else run.config.rendezvous
+    return place is not None and place.rstrip("/") == store.url.rstrip("/")

@@ -194,11 +194,11 @@ class _Run:
         )
         return total / count
 
-    def save(self) -> None:
+    def save(self, *, drops_old: bool = True) -> None:
         """Start to write a checkpoint; the metrics up to it are on disk before."""
         if self.log is not None:
             self.log.sync()
-        self.state.save(self.checkpoints)
+        self.state.save(self.checkpoints, drops_old=drops_old)
         self.saved_step = self.state.step
 
     def stop(self, stop: Stop) -> NoReturn:
@@ -210,12 +210,11 @@ class _Run:
         self.end_steps(0)
         step, is_alone = self.state.step, self.world.num_replicas == 1
         if step != self.saved_step:
-            self.save()
+            self.save(drops_old=False)  # if another replica can't save the step, all still share an earlier one
         self.checkpoints.wait()
         if self.log is not None:
             self.log.close()
-        exchange = self.world.everyone
-        stop.wait_until_saved(step, seconds=self.config.timeout_seconds, failure=lambda: exchange.failure)
+        stop.wait_until_saved(step, seconds=self.config.timeout_seconds)
         saved = f"step {step} is saved" if is_alone else f"every replica has saved step {step}"
         raise stop.stopped(saved if step else "there is no step to save yet")
 

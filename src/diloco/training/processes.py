@@ -8,6 +8,7 @@ of them launches a run in turn.
 import ctypes
 import gc
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -35,6 +36,8 @@ SIGNALS = (
     *(signal.SIGUSR1, signal.SIGUSR2),  # which schedulers send before they preempt a job
 )
 """The signals that end a run; `AT_ONCE` does so without a checkpoint."""
+
+_LOG = logging.getLogger("diloco")
 
 AT_ONCE = signal.SIGQUIT
 """Ctrl-\\ in a terminal, and what a second Ctrl-C becomes."""
@@ -246,8 +249,11 @@ def process_name(processes_per_replica: int, rank: int) -> str:
 
 @contextmanager
 def prepared() -> Iterator[None]:
-    """Have the replicas of `launch` in this context start sooner; enter it before this process starts threads."""
-    if under_a_launcher() or sys.platform != "linux":
+    """Have the replicas of `launch` in this context start sooner; enter it before this process starts threads.
+
+    In a context of the same kind it does nothing.
+    """
+    if under_a_launcher() or sys.platform != "linux" or _PREPARED:
         yield
         return
     with Ancestor("fork") as ancestor:
@@ -284,7 +290,13 @@ def launch(
     call = Call(_supervise, entrypoint, num_replicas, processes_per_replica, arguments, imports=imports)
     error = ReplicaFailedError("the process that starts the replicas was killed (out of memory?)", exit_code=1)
     ancestors = nullcontext(_PREPARED[-1]) if _PREPARED else Ancestor("spawn")
-    with ancestors as ancestor, on_signal(call.end):
+
+    def end(number: int, _: object) -> None:
+        if call.ended_by is None and sys.stderr.isatty():
+            _LOG.warning("the replicas end after this step; a second signal ends them at once")
+        call.end(number)
+
+    with ancestors as ancestor, on_signal(end):
         try:
             error = ancestor.run(call)
         except EOFError:

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 
 import torch.distributed as dist
 
 from diloco.errors import ExchangeError, Stopped
 from diloco.exchange.notices import ask, first_sentence
-from diloco.exchange.transport import Store, wait_for_all
+from diloco.exchange.transport import wait_for_all
 from diloco.training.processes import AT_ONCE, SECONDS_BETWEEN_SIGNALS, STORE, on_signal, process_name
 from diloco.training.world import World
 
@@ -43,7 +44,8 @@ class Stop:
         self._failure: str | None = None
         # The launcher passes on once what a terminal has sent to each process already, and ends all by AT_ONCE.
         self._repeats_count = STORE not in os.environ
-        self._store: Store | None = None
+        self._world: World | None = None
+        self._store: dist.Store | None = None
         self._rank, self._ranks = 0, range(1)
         self._name_of: Callable[[int], str] = "replica {}".format
         self._lock = threading.Lock()
@@ -62,19 +64,18 @@ class Stop:
             if not self._repeats_count or now - self._heard_at < SECONDS_BETWEEN_SIGNALS:
                 return
         self._number, self._heard_at = self._number or number, self._heard_at or now
-        if is_at_once or not is_first:
-            raise self.stopped(self._failure or "this step is not saved")
-        if not self._waits_for_step:
-            raise self.stopped(self._where)
+        if is_at_once or not is_first or not self._waits_for_step:
+            raise self.stopped(self._failure or self._where)
 
-    def stopped(self, what: str) -> Stopped:
-        """The exception with which the run ends; `what` says how far it is saved."""
+    def stopped(self, saved: str) -> Stopped:
+        """The exception with which the run ends; `saved` says how far it is saved."""
         assert self._number is not None, "there was a signal"
-        return Stopped(f"stopped by {signal.Signals(self._number).name}{self._from}: {what}", 128 + self._number)
+        return Stopped(f"stopped by {signal.Signals(self._number).name}{self._from}: {saved}", 128 + self._number)
 
     def save_first(self, world: World, step: int) -> None:
         """Let signals wait for the end of a step from now on, in which each process has taken this one."""
-        self._begun, self._waits_for_step = step, True
+        self._world, self._begun = world, step
+        self._where, self._waits_for_step = "this step is not saved", True
         if world.store is None:
             return
         self._store = dist.PrefixStore("stop", world.store)
@@ -112,10 +113,12 @@ class Stop:
             time.sleep(0.01)
         return step > self._last_step
 
-    def _listen(self, store: Store) -> None:
+    def _listen(self, store: dist.Store) -> None:
         """Hear of a stop, answer with this process's step, and read the others', in a thread."""
         try:
-            while self._number is None and not store.check([_STOP]):
+            for look in count():
+                if self._number is not None or (look % _LOOKS_PER_REQUEST == 0 and store.check([_STOP])):
+                    break
                 if self._is_closed.wait(_SECONDS_BETWEEN_LOOKS):
                     return
             if self._number is not None:
@@ -132,11 +135,11 @@ class Stop:
             if self._number is not None:
                 self._fail(_not_saved(first_sentence(error)))
 
-    def _largest_step(self, store: Store) -> int:
+    def _largest_step(self, store: dist.Store) -> int:
         """The largest of the steps that the processes have promised to end with."""
         waiting, deadline = [*self._ranks], time.monotonic() + _SECONDS_TO_ANSWER
         while waiting := [rank for rank in waiting if not store.check([_step_of(rank)])]:
-            if time.monotonic() > deadline or self._is_closed.wait(0.05):
+            if time.monotonic() > deadline or self._is_closed.wait(_SECONDS_BETWEEN_LOOKS):
                 raise RuntimeError(f"{self._names(waiting)} did not answer within {_SECONDS_TO_ANSWER:g} s")
         return max(int(store.get(_step_of(rank))) for rank in self._ranks)
 
@@ -144,31 +147,35 @@ class Stop:
         return ", ".join(map(self._name_of, sorted(ranks)[:_MOST_NAMES]))
 
     def _fail(self, failure: str) -> None:
-        """Raise `Stopped` in the main thread, which may wait for a process that is gone."""
+        """Tell the others, and raise `Stopped` in the main thread, which may wait for a process that is gone."""
+        if self._is_closed.is_set():
+            return
         self._failure = failure
+        if self._world is not None:
+            self._world.exchange.abort(failure)
         main = threading.main_thread().ident
-        if signal.getsignal(signal.SIGTERM) == self.hear and main is not None and not self._is_closed.is_set():
+        if signal.getsignal(signal.SIGTERM) == self.hear and main is not None:
             signal.pthread_kill(main, signal.SIGTERM)
 
-    def wait_until_saved(self, step: int, *, seconds: float, failure: Callable[[], str | None]) -> None:
+    def wait_until_saved(self, step: int, *, seconds: float) -> None:
         """Wait until each process has saved the last step, as this one has.
 
         Args:
             step: the last one.
             seconds: how long the others may take.
-            failure: says what another process has failed with.
 
         Raises:
             ExchangeError: if one fails, or is too late.
         """
-        if self._store is None:
+        if self._store is None or self._world is None:
             return
-        store, begin, waiting = self._store, time.monotonic(), {*self._ranks}
+        store, exchange = self._store, self._world.exchange
+        begin, waiting = time.monotonic(), {*self._ranks}
         deadline = begin + seconds
 
         def missing() -> str:
-            if (reason := failure()) is not None:
-                raise ExchangeError(f"step {step} is not saved by every replica: {reason}")
+            if exchange.failure is not None:
+                raise ExchangeError(f"step {step} is not saved by every replica: {exchange.failure}")
             waiting.difference_update([r for r in waiting if ask(deadline + 1, store.check, [_saved_by(r)])])
             return self._names(waiting)
 
@@ -177,7 +184,7 @@ class Stop:
         wait_for_all(missing, begin=begin, seconds=seconds, where=where, remedy=remedy)
         self._let_the_others_read(store)
 
-    def _let_the_others_read(self, store: Store) -> None:
+    def _let_the_others_read(self, store: dist.Store) -> None:
         """Have the first process, which may hold the store, end last."""
         deadline = time.monotonic() + _SECONDS_TO_CLOSE
         with suppress(ExchangeError):
@@ -187,7 +194,8 @@ class Stop:
 
 
 _STOP, _NUM_ENDED = "signal", "ended"
-_SECONDS_BETWEEN_LOOKS = 0.25
+_SECONDS_BETWEEN_LOOKS = 0.05
+_LOOKS_PER_REQUEST = 5
 _SECONDS_TO_ANSWER = 25.0
 """Less than torchrun, schedulers, and providers of spot instances wait before they kill."""
 _SECONDS_TO_CLOSE = 3.0

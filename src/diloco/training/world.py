@@ -25,7 +25,6 @@ from diloco.exchange.transport import (
     Group,
     LoopbackExchange,
     OneProcess,
-    Store,
     Transport,
     wait_for_all,
 )
@@ -245,8 +244,8 @@ class World:
     rendezvous: "StoreRendezvous | None" = None
     """The run of replicas that come and go, in the place of the exchange, which has nobody to reach then; of a
     replica's processes only the first has joined it."""
-    store: Store | None = None
-    """Where the processes find the words of each other that no transport brings; None in a process alone."""
+    store: dist.Store | None = None
+    """A store of all processes, in which a stop of the run is announced; None in a process alone."""
 
     @property
     def replica(self) -> int:

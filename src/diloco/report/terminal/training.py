@@ -1,18 +1,21 @@
 """A run in a terminal: its data and settings before it starts, its steps while it trains, and its results."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
+from rich.table import Table
 from rich.text import Text
 
 from diloco.data.prepare import PrepareProgress, ProgressCallback
 from diloco.data.shards import read_index, total
+from diloco.report.reach import reach
 from diloco.report.runs import summary_facts, with_meaning
+from diloco.report.setup import learning_rate_text
 from diloco.report.text import duration, megabytes
 from diloco.schema import converted
 from diloco.training.config.config import TrainConfig
@@ -21,6 +24,7 @@ from diloco.training.config.resolve import Budget
 from diloco.training.prepare import epoch_tokens
 from diloco.training.processes import process_name
 from diloco.training.records.metrics import StepMetrics
+from diloco.training.records.samples import Sample
 from diloco.training.records.summary import Outcome, Summary
 from diloco.training.records.tail import ReplicaSteps, replica_tail
 
@@ -169,7 +173,7 @@ class TrainingProgress:
 
 
 def print_outcome(config: TrainConfig, outcome: Outcome | None, console: Console, *, rank: int = 0) -> None:
-    """Print the results, the run's directory, and a sample; of another process than the first, what it has.
+    """Print the results, the run's directory, and samples; of another process than the first, what it has.
 
     Args:
         config: the run's.
@@ -185,8 +189,26 @@ def print_outcome(config: TrainConfig, outcome: Outcome | None, console: Console
     for name, value in {**facts, "files": files}.items():
         if value:
             console.print(f"{name:21}{with_meaning(name, value)}", highlight=False, markup=False, soft_wrap=True)
-    if outcome is not None and outcome.sample:
-        console.print(f"\nThe model writes:\n\n{outcome.sample}", highlight=False, markup=False)
+    if outcome is not None and outcome.samples:
+        _print_samples(outcome.samples, console)
+        _print_reach(config, converted(outcome.summary, Summary, source="the summary"), console)
+
+
+def _print_samples(samples: Sequence[Sample], console: Console) -> None:
+    console.print("\nThe model writes", highlight=False)
+    for sample in samples:
+        place = f"after {sample.prompt!r}" if sample.prompt else "at the beginning of a document"
+        console.print(f"\n{place}:", style="dim", highlight=False, markup=False)
+        console.print(Text.assemble((sample.prompt, "bold"), sample.text.rstrip()), soft_wrap=True)
+
+
+def _print_reach(config: TrainConfig, summary: Summary, console: Console) -> None:
+    far = reach(config, num_tokens=summary.num_tokens, tokens_per_second=summary.tokens_per_second)
+    if far is not None:
+        table = Table(*far.table.columns, box=None, header_style="bold")
+        for row in far.table.rows:
+            table.add_row(*map(Text, row))
+        console.print("", far.this, table, far.about, sep="\n", highlight=False, markup=False)
 
 
 def _of_gpu(model_flops_utilization: float | None, peak_memory_bytes: int | None) -> list[str]:
@@ -268,13 +290,7 @@ def forecast_lines(config: TrainConfig, forecast: Forecast) -> Iterator[str]:
 
 
 def _rate_line(config: TrainConfig) -> str:
-    inner = config.optimizer
-    down = "a cosine"
-    if inner.schedule == "wsd":
-        down = f"constant until a decay over the last {inner.decay_fraction:.0%} of the steps,"
-    warmup = _WARMUP_LEFT_OUT if inner.warmup_steps is None else f"{inner.warmup_steps} steps"
-    up = f"{warmup} up to {inner.learning_rate:g}"
-    return f"rate   {up}, then {down} to {inner.final_fraction:.0%}"
+    return f"rate   {learning_rate_text(config, warmup=_WARMUP_LEFT_OUT)}"
 
 
 def _syncs_line(config: TrainConfig, forecast: Forecast) -> str:

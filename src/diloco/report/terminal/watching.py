@@ -18,7 +18,7 @@ from diloco.training.records.tail import RunTail
 if TYPE_CHECKING:
     from diloco.experiments.runner.grid import GridProgress
 
-_WITHOUT_ROOM = ("bits per byte", "tokens", "time")
+_WITHOUT_ROOM = ("time",)
 """Columns of a comparison of runs that a terminal leaves out."""
 
 

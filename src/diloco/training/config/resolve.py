@@ -330,13 +330,14 @@ def shared_facts(config: TrainConfig) -> dict[str, Any]:
 
 def facts_with_rendezvous(config: TrainConfig) -> dict[str, Any]:
     """The settings that replicas which come and go must share, by dotted name, as JSON."""
-    own = {
-        name
-        for kind in ("incidental", "own_to_a_replica", "own_with_rendezvous", "may_change_on_resume")
-        for name in fields_with(TrainConfig, kind)
-    }
-    own -= {f"model.{name}" for name in config.model.replayed_fields}
-    return _facts(config, without=own)
+    replayed = {f"model.{name}" for name in config.model.replayed_fields}
+    return _facts(config, without=names_with_rendezvous() - replayed)
+
+
+def names_with_rendezvous() -> set[str]:
+    """The dotted names of the settings in which replicas that come and go may differ."""
+    kinds = ("incidental", "own_to_a_replica", "own_with_rendezvous", "may_change_on_resume")
+    return {name for kind in kinds for name in fields_with(TrainConfig, kind)}
 
 
 def _facts(config: TrainConfig, *, without: Collection[str]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from diloco.training.config.resolve import TextFacts, resolve, resolved, text_fa
 from diloco.training.optimizer import learning_rate
 from diloco.training.processes import under_a_launcher
 from diloco.training.records.checkpoints import finished_steps
+from diloco.training.records.samples import SAMPLES_FILE
 from diloco.training.records.summary import OUTER_FILE, SUMMARY_FILE
 from diloco.training.world import World
 
@@ -220,6 +221,8 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
         UserError: if a change would make it another run, with both values.
     """
     saved, saved_asked = read_config(directory), read_asked(directory)
+    if not asked.recipe:  # a store's replica that was started again without one
+        asked = replace(asked, recipe=saved.recipe)
     if not schedule_changes(saved, asked):
         if asked.optimizer.warmup_steps is None:
             asked = with_value(asked, "optimizer.warmup_steps", saved_asked.optimizer.warmup_steps)
@@ -406,7 +409,7 @@ def continued(asked: TrainConfig, world: World, step: int) -> TrainConfig:
     asked = with_phase(saved, asked, step)
     config = resolved(asked)
     if world.is_first_on_machine:
-        for name in (OUTER_FILE, SUMMARY_FILE):
+        for name in (OUTER_FILE, SUMMARY_FILE, SAMPLES_FILE):
             (config.directory / name).unlink(missing_ok=True)
         write_json(config.directory / CONFIG_FILE, to_json(asked))
     return config

@@ -12,19 +12,18 @@ import torch
 from torch import Tensor
 
 from diloco.data.shards import TokenShards, open_split
-from diloco.data.tokenizers import Tokenizer, load_tokenizer
 from diloco.engine.parameters import gathered
 from diloco.errors import UserError
 from diloco.evaluation.likelihoods import HeldOutLoss, held_out_loss, sequence_losses
 from diloco.exchange.transport import share
 from diloco.files import write_atomically, write_json
 from diloco.models.language_model import LanguageModel
-from diloco.models.writer import Writer, generate
 from diloco.outer.digest import parameters_hash
 from diloco.schema import Count, Seconds
 from diloco.training.config.config import TrainConfig, to_json
 from diloco.training.data_parallel import ring_all_reduce_bytes
-from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
+from diloco.training.hardware import machine_name, model_flops_utilization, peak_memory_bytes
+from diloco.training.records.samples import Sample, write_samples
 from diloco.training.state import TrainState
 from diloco.training.world import World
 
@@ -112,6 +111,8 @@ class Summary:
     """The most memory that tensors of a process took on its GPU."""
     device: str = ""
     """Device on which the replicas computed."""
+    machine: str = ""
+    """The name of replica 0's GPU or processor."""
     precision: str = ""
     """bf16, bf16-params or fp32."""
     contributors: Mapping[str, Contributor] = field(default_factory=dict)
@@ -128,8 +129,8 @@ class Outcome:
 
     summary: dict[str, Any]
     """The content of replica 0's `summary.json`; in another replica with its own times and bytes."""
-    sample: str
-    """Text sampled from the model with the outer parameters; empty in another replica."""
+    samples: Sequence[Sample]
+    """The text that the model writes with the outer parameters; none in another replica."""
 
 
 @dataclass(frozen=True)
@@ -202,14 +203,14 @@ def conclude(
 ) -> Outcome | None:
     """The outcome of a run that is over, in the first process of each replica; all of its processes must call it.
 
-    Replica 0 writes the outer parameters and the summary; the others' outcomes have no sample. The means over all
-    replicas are a part of the summary.
+    Replica 0 writes the outer parameters, the summary and the samples; the others' outcomes have no samples. The
+    means over all replicas are a part of the summary.
     """
     num_tokens = state.progress.after(state.step).tokens
     if world.replica > 0:
         outer_hash = parameters_hash(state.sync.outer_parameters(), gathered)
         summary = _summary(state, config, world, loss, num_tokens) | {**means, "outer_hash": outer_hash}
-        return Outcome(summary, "") if world.rank == 0 else None
+        return Outcome(summary, []) if world.rank == 0 else None
     outer: dict[str, Tensor] = {}
     for name, parameter in state.sync.outer_parameters().items():
         value = gathered(parameter).contiguous().cpu()
@@ -225,9 +226,7 @@ def conclude(
     # A model that is sharded may fit on no device whole.
     model = state.model if world.mesh is None else config.model.build(seed=config.seed)
     model.load_state_dict(outer)
-    assert config.data.prepared is not None, "the config is resolved"
-    tokenizer = load_tokenizer(config.data.prepared)
-    return Outcome(summary, _sample(model, tokenizer, context=config.sequence_length, seed=config.seed))
+    return Outcome(summary, write_samples(model, config))
 
 
 def _summary(
@@ -260,6 +259,7 @@ def _summary(
         "bytes_sent_per_replica": state.sync.bytes_sent,
         "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_trained, num_replicas) * state.step,
         "device": world.device.type,
+        "machine": machine_name(world.device),
         "precision": "bf16" if world.autocast else "fp32" if config.precision == "auto" else config.precision,
     } | ({} if rendezvous is None else _of_the_log(rendezvous, counted))
 
@@ -271,10 +271,3 @@ def _of_the_log(rendezvous: "StoreRendezvous", counted: Mapping[str, Contributor
         "entry": rendezvous.entry,
         "closed": rendezvous.is_closed,
     }
-
-
-def _sample(model: LanguageModel, tokenizer: Tokenizer, *, context: int, seed: int, num_tokens: int = 200) -> str:
-    device = next(model.parameters()).device
-    writer = Writer(model, context=context, device=device, vocab_size=tokenizer.vocab_size, seed=seed)
-    writer.read([tokenizer.bos_id])
-    return tokenizer.decode([*generate(writer, num_tokens)])
