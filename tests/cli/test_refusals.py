@@ -13,7 +13,7 @@ from tests.cli.commands import refusal
 from tests.processes import run_main
 from tests.rendezvous.handwritten import Handwritten
 
-from diloco.cli import _foreign, export, generate, plan, train
+from diloco.cli import _foreign, chat, export, generate, plan, train
 from diloco.cli._command import field_of, fields_of
 from diloco.cli.main import main, verbs
 from diloco.rendezvous.log.keys import write_key
@@ -173,7 +173,7 @@ diloco train tiny                     => type diloco train tiny (
 torchrun --nproc-per-node 2           => type diloco train RECIPE, or torchrun … -m diloco train RECIPE
 resume runs/a                         => type diloco train --resume runs/a (
 stop                                  => type Ctrl-C in the terminal of the run; diloco train --resume RUN
-serve runs/a                          => type diloco chat runs/a to talk to its model, or diloco watch runs/a --
+serve runs/a                          => type diloco chat runs/a --serve to talk to its model, or
 ls                                    => type diloco watch runs, or diloco watch runs --serve for a page
 tensorboard --logdir runs             => type diloco watch runs, or
 sample runs/a                         => type diloco generate runs/a (
@@ -223,6 +223,7 @@ train tiny --wandb                    => type --trackers wandb
 train tiny --optimizer adamw          => the inner optimizer is AdamW, set by --optimizer.learning-rate and
 train tiny --num-workers 4            => leave it out; replicas are set by --num-replicas
 train tiny --nnodes 2                 => torchrun takes these flags: torchrun … -m diloco train …; or each machine
+watch runs --host 0.0.0.0               => unknown flag --host: did you mean --address?
 train tiny --log-every 10             => every step is in metrics-0.jsonl: leave it out
 train tiny --fsdp                     => did you mean --shards-per-replica?
 train tiny --bogus                    => unknown flag --bogus (diloco train tiny --help
@@ -306,7 +307,7 @@ def test_a_mistake_is_one_sentence(command, words, small_corpus, tmp_path, monke
 
 def test_what_stands_in_the_place_of_foreign_words_exists():
     """Each setting has a flag of a verb, and each flag and verb in a sentence is one."""
-    commands = (train.Command, plan._plan_described, generate._generate, export._export)
+    commands = (train.Command, chat._chat, plan._plan_described, generate._generate, export._export)
     fields = {name for command in commands for name in fields_of(command)}
     assert {*_foreign.NAMES} | {*_foreign.VALUES} <= fields
     for text in (*_foreign.SENTENCES.values(), *_foreign.COMMANDS.values()):
