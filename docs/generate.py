@@ -2,9 +2,9 @@
 
 A hook of mkdocs, and an extension of the parser of docstrings.
 
-A page asks for a table or a section with a comment: `<!-- generate: commands -->`. A block of code names the file that
-it is copied from, and perhaps a section of it: `title="examples/own_loop.py:loop"`. `python docs/generate.py` writes
-all such blocks anew.
+A page asks for a table or a section with a comment: `<!-- generate: commands -->`. The title of a block of code is
+the file that it is copied from, or a section of it: `title="examples/own_loop.py:loop"`. `python docs/generate.py`
+copies them all anew.
 """
 
 import ast

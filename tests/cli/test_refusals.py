@@ -243,7 +243,7 @@ plan --params 124M                    => did you mean --num-params?
 plan --num-params 124M --link-mbit-s 20 => unknown flag --link-mbit-s: did you mean --link?
 simulate bandwidth SIZE --method ddp  => did you mean data_parallel?
 """
-"""What users of nanochat, nanoGPT, torchtune, transformers, torchtitan, Lightning, Hydra and torchft type."""
+"""Habits of users of nanochat, nanoGPT, torchtune, transformers, torchtitan, Lightning, Hydra and torchft."""
 OF_A_RUN = """
 train laptop --resume RUN                          => was started with recipe=tiny, and now laptop is asked for
 export RUN --to hf --output x --push-to-hub me/it  => --push-to-hub=me/it, but HF_HUB_OFFLINE forbids to ask

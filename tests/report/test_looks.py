@@ -113,7 +113,26 @@ def test_a_run_is_hidden_and_shown_again_and_the_axes_are_common(sources, report
         assert browser.value(curves) < everything
         assert browser.value("document.querySelectorAll('button[aria-pressed=false]').length") > 1
         browser.value(hide)
-        assert browser.value(curves) == everything and browser.console == []
+        assert browser.value(curves) == everything
+        point = "new PointerEvent('pointermove', { clientX: box.right - 1, clientY: box.top + 99 })"
+        box = f"svg = {compared}.querySelector('figure > svg'), box = svg.getBoundingClientRect()"
+        browser.value(f"(() => {{ const {box}; svg.dispatchEvent({point}); }})()")
+        values = f"[...{compared}.querySelector('.legend').querySelectorAll('b')].map(b => b.textContent)"
+        ends = [one["points"][-1][1] for one in losses(report) if one["label"]]
+        assert [float(value) for value in browser.value(values)] == pytest.approx(ends, abs=5e-4)
+        assert browser.value(f"{compared}.querySelector('figure text').textContent").endswith(": 61.4k")
+        assert browser.console == []
+
+
+def losses(report: Path) -> list[dict]:
+    """The curves of the training loss of both runs."""
+    (compared,) = [section for section in sections(report) if section["title"] == "2 runs"]
+    return compared["charts"][0]["series"]
+
+
+def sections(report: Path) -> list[dict]:
+    (text,) = re.findall(r'id="content">(.*?)</script>', report.read_text())
+    return json.loads(text)["sections"]
 
 
 @needs_chromium
@@ -134,8 +153,7 @@ def bottom(browser: Page, selector: str) -> float:
 
 
 def test_every_chart_has_names_of_its_axes_and_a_sentence(report):
-    (text,) = re.findall(r'id="content">(.*?)</script>', report.read_text())
-    charts = [chart for section in json.loads(text)["sections"] for chart in section["charts"]]
+    charts = [chart for section in sections(report) for chart in section["charts"]]
     assert len(charts) > 15
     for chart in charts:
         assert chart["x"] and chart["about"].endswith(".") and (chart["y"] or chart["lanes"]), chart["title"]

@@ -97,11 +97,13 @@ function legend(section, chart) {
       line.append(shape("circle", { cx: 13, cy: 5, r: 3, class: color(one.color), fill: "currentColor" }));
     const value = one.value || (chart.is_history && one.points.length ? number(last(one.points)[1]) : "");
     const text = value ? ` ${value}` : "";
+    const shownValue = element("b", text);
+    shownValue.dataset.label = one.label;
     if (chart.lanes.length || labelled.length < 2) {
-      made.append(element("span", "", line, one.label, element("b", text)));
+      made.append(element("span", "", line, one.label, shownValue));
       continue;
     }
-    const name = key(section, chart, one), toggle = element("button", "", line, one.label, element("b", text));
+    const name = key(section, chart, one), toggle = element("button", "", line, one.label, shownValue);
     toggle.dataset.key = `${chart.title}\n${name}`;
     toggle.setAttribute("aria-pressed", !hidden.has(name));
     toggle.title = hidden.has(name) ? "show it again" : "hide it";
@@ -197,7 +199,27 @@ function curves(section, chart, width, inCommon) {
     if (!chart.names.length) svg.append(curve(one, one.points.length > 1 ? path : `${path}h0.1`));
     if (!chart.is_history || one.points.length === 1) marks(svg, one, x, y);
   }
+  if (chart.is_history) svg.addEventListener("pointerleave", draw);
+  if (chart.is_history) svg.addEventListener("pointermove", (event) => {
+    const at = (event.offsetX / svg.clientWidth) * width;
+    const nearest = (one) => one.points.reduce((a, b) => (Math.abs(x(b[0]) - at) < Math.abs(x(a[0]) - at) ? b : a));
+    point(svg, chart, series.map((one) => [one, nearest(one)]), x, bottom);
+  });
   return svg;
+}
+
+// A line where the pointer is, with the values of the curves there in the legend.
+function point(svg, chart, at, x, bottom) {
+  const places = at.map(([, [a]]) => a);
+  if (!places.length) return;
+  const end = Math.max(...places), line = svg.querySelector(".pointer") || shape("path", { class: "pointer ink", stroke: "currentColor" });
+  line.setAttribute("d", `M${x(end)} ${TOP}V${bottom}`);
+  svg.append(line);
+  svg.querySelector("text").textContent = `${chart.x}: ${number(end)}`;
+  for (const [one, [, value]] of at) {
+    const shownValue = [...svg.parentElement.querySelectorAll(".legend b")].find((b) => b.dataset.label === one.label);
+    if (one.label && shownValue) shownValue.textContent = ` ${number(value)}`;
+  }
 }
 
 function lanes(chart, width) {
