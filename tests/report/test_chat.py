@@ -15,6 +15,7 @@ from urllib.request import urlopen
 import pytest
 from tests.browser import DESK, PHONE, needs_chromium, opened_page
 from tests.cli.test_generate import likeliest
+from tests.report.test_looks import CUT
 from tests.report.test_server import EVIL, port_of
 
 from diloco.errors import UserError
@@ -251,7 +252,7 @@ def test_the_page_says_what_larger_models_take(server, finished_run):
         "most_characters": MOST_CHARACTERS,
     }
     own = reach(config, num_tokens=summary["num_tokens"], tokens_per_second=summary["tokens_per_second"])
-    assert far == json.loads(json.dumps(asdict(own)))
+    assert own is not None and far == json.loads(json.dumps(asdict(own)))
 
 
 def test_a_watched_page_has_no_chat(finished_run):
@@ -281,7 +282,6 @@ def test_a_browser_shows_an_answer_as_it_is_written(server, finished_run, tmp_pa
             assert page.value(talk).startswith("the cat ")
             assert page.value(talk)[8:] in expected + "\n\n"
             assert page.value("document.getElementById('state').textContent") == "by the model of step 120"
-            assert page.value("document.documentElement.scrollWidth") <= page.value("innerWidth") == size[0]
             # What is typed is text, and an answer can be stopped.
             page.value(f"document.getElementById('ask').value = {json.dumps(EVIL)}")
             page.value("document.getElementById('tokens').value = '1000'")
@@ -291,4 +291,5 @@ def test_a_browser_shows_an_answer_as_it_is_written(server, finished_run, tmp_pa
             assert EVIL in page.value(talk) and page.value("document.images.length") == 0
             page.value("document.querySelector('#reach summary').click()")
             assert page.value("document.querySelectorAll('#larger tr').length") == 4
+            assert page.value(CUT) == []
         assert page.console == []
