@@ -249,6 +249,9 @@ train laptop --resume RUN                          => was started with recipe=ti
 export RUN --to hf --output x --push-to-hub me/it  => --push-to-hub=me/it, but HF_HUB_OFFLINE forbids to ask
 generate RUN --top-k 0                             => --top-k=0 must be at least 1
 chat RUN --max-tokens 0                            => --max-tokens=0 must be at least 1
+chat RUN --port 8765                               => --port=8765 means nothing without --serve
+chat RUN --serve --max-tokens 2000                 => --max-tokens=2000 must be at most 1000 on a page
+chat RUN --serve --top-k 0                         => --top-k=0 must be at least 1
 eval RUN --data nowhere.jsonl                      => nowhere.jsonl can't be read: No such file
 """
 OF_A_STORE = """
