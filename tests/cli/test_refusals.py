@@ -251,6 +251,9 @@ generate RUN --top-k 0                             => --top-k=0 must be at least
 watch RUN --serve --port 99999                     => --port=99999 can't be used
 watch RUN --serve --address 192.0.2.7 --port 8080  => --port=8080 of --address=192.0.2.7 can't be used
 chat RUN --max-tokens 0                            => --max-tokens=0 must be at least 1
+chat RUN --port 8765                               => --port=8765 means nothing without --serve
+chat RUN --serve --max-tokens 2000                 => --max-tokens=2000 must be at most 1000 on a page
+chat RUN --serve --top-k 0                         => --top-k=0 must be at least 1
 eval RUN --data nowhere.jsonl                      => nowhere.jsonl can't be read: No such file
 """
 OF_A_STORE = """
