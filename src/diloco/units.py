@@ -7,6 +7,8 @@ from typing import Annotated
 
 _FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 _RATE = re.compile(r"([0-9.,_]+(?:e[+-]?[0-9]+)?)\s*([kKMGT]?)(b|bit|B|Byte)(?:ps|/s)?", re.ASCII)
+_THOUSANDS = re.compile(r",(?=[0-9]{3}(?![0-9]))")
+"""A comma before three digits; any other may be a decimal one, which float refuses."""
 
 
 def count(text: str) -> float:
@@ -18,7 +20,7 @@ def count(text: str) -> float:
     >>> count("124M"), count("1.3b"), count("1,000")
     (124000000.0, 1300000000.0, 1000.0)
     """
-    word = text.strip().lower().replace(",", "")
+    word = _THOUSANDS.sub("", text.strip().lower())
     unit = word[-1:] if word[-1:] in "kmgbt" and word[:-1] else ""
     return float(word.removesuffix(unit)) * _FACTORS[unit]
 
@@ -48,7 +50,7 @@ def gbit_s(text: str) -> float:
     if match is None:
         raise ValueError(f"{text!r} is no rate")
     bits = 8 if match[3].startswith("B") else 1
-    return float(match[1].replace(",", "")) * _FACTORS[match[2].lower()] * bits / 1e9
+    return float(_THOUSANDS.sub("", match[1])) * _FACTORS[match[2].lower()] * bits / 1e9
 
 
 def rate(gbit_s: float) -> str:

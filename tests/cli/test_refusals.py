@@ -46,6 +46,13 @@ plan --num-params 1e9                              => diloco plan needs --link
 plan --num-params 124M --link 20Mbit               => the speed of a replica once: --step-seconds, such as
 plan --num-params 124Q --link 20Mbit               => takes a number such as 124M, 1.3B or 1e9, not '124Q'
 plan --num-params 124M --link 20                   => --link takes a rate with its unit, such as 20Mbit, 1Gbit
+plan --num-params 124M --link 1,5Gbit              => --link takes a rate with its unit, such as 20Mbit, 1Gbit
+plan --num-params 1,3B --link 1Gbit                => --num-params takes a number such as 124M, 1.3B or 1e9
+plan SIZE --link 1Gbit --num-replicas 2.5          => --num-replicas takes a whole number, not '2.5'
+plan SIZE --link 1Gbit --num-replicas 0            => --num-replicas=0, but a link has two ends
+plan SIZE --link 1Gbit --num-replicas 1            => --num-replicas=1, but a link has two ends
+plan --num-params 1B --link 1Gbit --flops-per-second 0 => --flops-per-second must be above 0 and finite, not 0.0
+plan --link 1Gbit 1Gbit 1Gbit --measure tiny       => or one for each of 2 replicas
 plan --measure tiny --link 1Gbit 1Gbit 1Gbit       => or one for each of 2 replicas
 simulate bandwidth SIZE                            => diloco simulate bandwidth needs --method
 train tiny --optimizer.beta1 x                     => --optimizer.beta1 takes a number, not 'x'
@@ -240,6 +247,8 @@ data tokenize                         => did you mean prepare?
 plan 124M                             => diloco plan needs --num-params: type --num-params 124M
 plan tiny                             => a recipe is measured: type diloco plan --measure tiny --link 20Mbit
 plan --params 124M                    => did you mean --num-params?
+plan SIZE --link 1Gbit --rtt 50        => half of the round trip is given, in seconds: --latency-seconds
+train tiny --target-param-data-ratio 8 => in tokens, the ratio times the parameters: --num-tokens
 plan --num-params 124M --link-mbit-s 20 => unknown flag --link-mbit-s: did you mean --link?
 simulate bandwidth SIZE --method ddp  => did you mean data_parallel?
 """

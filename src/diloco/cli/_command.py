@@ -81,10 +81,10 @@ def parsed(kind: Callable[..., Any], arguments: Sequence[str], *, prog: str, **o
         UserError: for what can't be parsed, and for values that one of our configs refuses.
         SystemExit: after help.
     """
-    arguments = _with_plain_numbers(kind, arguments, prog)
+    plain = _with_plain_numbers(kind, arguments, prog)
     try:
         with redirect_stderr(io.StringIO()), styled():
-            value, unknown = tyro.cli(kind, prog=prog, args=arguments, return_unknown_args=True, **options)
+            value, unknown = tyro.cli(kind, prog=prog, args=plain, return_unknown_args=True, **options)
     except SystemExit as end:
         if not end.code:
             raise
@@ -100,7 +100,7 @@ def _with_plain_numbers(kind: Callable[..., Any], arguments: Sequence[str], prog
     words: list[str] = []
     argument = None
     for word in arguments:
-        name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        name, equals, value = word.partition("=") if word.startswith("--") or word == "-h" else ("", "", word)
         argument = own.get(field_of(name)) if name else argument
         if argument is not None and argument.reader is not None and (equals or not name):
             if not argument.fits(value):

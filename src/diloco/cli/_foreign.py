@@ -25,7 +25,7 @@ NAMES = {
     "evaluation.every_steps": "eval_every eval_interval eval_steps val_check_interval val_interval",
     "flops_per_second": "flops tflops",
     "global_batch": "batch_size bs global_batch_size total_batch_size train_batch_size",
-    "latency_seconds": "latency ping rtt",
+    "latency_seconds": "latency",
     "link": "bandwidth link_gbit_s link_mbit_s network upload uplink",
     "max_tokens": "max_length max_new_tokens",
     "micro_batch": "device_batch_size local_batch_size micro_batch_size per_device_train_batch_size",
@@ -36,7 +36,7 @@ NAMES = {
     "name": "experiment_name id replica_id replica_name run run_id run_name",
     "num_params": "model_size n_params num_parameters parameters params size",
     "num_replicas": "devices gpus nproc_per_node num_gpus num_processes replicas workers world_size",
-    "num_tokens": "target_param_data_ratio tokens",
+    "num_tokens": "tokens",
     "optimizer.beta1": "adam_beta1",
     "optimizer.beta2": "adam_beta2",
     "optimizer.clip_norm": "clip clip_grad_norm grad_clip gradient_clip_val max_grad_norm max_norm",
@@ -63,6 +63,8 @@ SENTENCES = {
     "iterations iters max_iters max_steps max_train_steps num_iterations num_steps steps train_steps": (
         "the length of a run is given in tokens: --num-tokens {num_tokens}"
     ),
+    "ping rtt": "half of the round trip is given, in seconds: --latency-seconds 0.01 for 20 ms",
+    "target_param_data_ratio": "the length of a run is given in tokens, the ratio times the parameters: --num-tokens",
     "warmup_ratio": "the warm-up is given in steps: --optimizer.warmup-steps {warmup_steps}",
     "amp bf16 dtype mixed_precision torch_dtype": "type --precision bf16, auto or fp32",
     "fp16 half": "there is bf16 in its place: --precision bf16",

@@ -36,8 +36,10 @@ def run(arguments: list[str]) -> None:
         raise UserError(
             f"a recipe is measured: type diloco plan --measure {arguments[0].casefold()} --link 20Mbit"
         )
-    if any(argument.partition("=")[0] == "--measure" for argument in arguments):
-        _plan_measured([argument.removeprefix("--measure=") for argument in arguments if argument != "--measure"])
+    words = [part for one in arguments for part in one.split("=", one.startswith("--measure="))]
+    if "--measure" in words:
+        at = words.index("--measure")
+        _plan_measured([*words[at + 1 :], *words[:at]])  # the recipe first
     else:
         call(_plan_described, arguments, prog="diloco plan")
 
@@ -96,7 +98,15 @@ def _plan_described(
             *("step_seconds", "flops_per_second"),
         )
     speeds = step_seconds or flops_per_second
-    num_replicas = num_replicas or max(2, len(speeds), len(latency_seconds), len(link))
+    if num_replicas is None:
+        num_replicas = max(2, len(speeds), len(latency_seconds), len(link))
+    if num_replicas < 2:
+        raise UserError(
+            f"num_replicas={num_replicas}, but a link has two ends: plan for two or more", "num_replicas"
+        )
+    for flops in flops_per_second:
+        if not 0 < flops < math.inf:
+            raise UserError(f"flops_per_second must be above 0 and finite, not {flops}", "flops_per_second")
     tokens, batch, facts = _budget(size, num_tokens, batch_tokens, num_replicas)
     if flops_per_second:
         seconds = [
