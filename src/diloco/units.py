@@ -56,10 +56,10 @@ def gbit_s(text: str) -> float:
 def rate(gbit_s: float) -> str:
     """A rate of so many Gbit/s, as people write it.
 
-    >>> rate(0.02), rate(3.97), rate(0.0002)
-    ('20 Mbit/s', '3.97 Gbit/s', '0.2 Mbit/s')
+    >>> rate(0.02), rate(3.97), rate(0.0002), rate(0.9999)
+    ('20 Mbit/s', '3.97 Gbit/s', '0.2 Mbit/s', '0.9999 Gbit/s')
     """
-    return f"{gbit_s:.4g} Gbit/s" if gbit_s >= 1 else f"{1000 * gbit_s:.3g} Mbit/s"
+    return f"{gbit_s:.4g} Gbit/s" if gbit_s >= 0.9995 else f"{1000 * gbit_s:.3g} Mbit/s"
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,7 @@ plan 124M                             => diloco plan needs --num-params: type --
 plan tiny                             => a recipe is measured: type diloco plan --measure tiny --link 20Mbit
 plan --params 124M                    => did you mean --num-params?
 plan SIZE --link 1Gbit --rtt 50        => half of the round trip is given, in seconds: --latency-seconds
-train tiny --target-param-data-ratio 8 => in tokens, the ratio times the parameters: --num-tokens
+train tiny --target-param-data-ratio 8 => in tokens, the ratio times N: --num-tokens
 plan --num-params 124M --link-mbit-s 20 => unknown flag --link-mbit-s: did you mean --link?
 simulate bandwidth SIZE --method ddp  => did you mean data_parallel?
 """

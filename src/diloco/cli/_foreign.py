@@ -64,7 +64,7 @@ SENTENCES = {
         "the length of a run is given in tokens: --num-tokens {num_tokens}"
     ),
     "ping rtt": "half of the round trip is given, in seconds: --latency-seconds 0.01 for 20 ms",
-    "target_param_data_ratio": "the length of a run is given in tokens, the ratio times the parameters: --num-tokens",
+    "target_param_data_ratio": "the length of a run is given in tokens, the ratio times N: --num-tokens",
     "warmup_ratio": "the warm-up is given in steps: --optimizer.warmup-steps {warmup_steps}",
     "amp bf16 dtype mixed_precision torch_dtype": "type --precision bf16, auto or fp32",
     "fp16 half": "there is bf16 in its place: --precision bf16",

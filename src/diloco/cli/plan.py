@@ -91,22 +91,11 @@ def _plan_described(
         store: Say, too, what a day costs if the replicas meet in a bucket; with --json that is always said.
         json: Print JSON.
     """
-    if bool(step_seconds) == bool(flops_per_second):
-        raise UserError(
-            "give the speed of a replica once: step_seconds, such as 1.5, or flops_per_second, such as 30T; or "
-            "time this machine with diloco plan --measure RECIPE --link RATE",
-            *("step_seconds", "flops_per_second"),
-        )
-    speeds = step_seconds or flops_per_second
+    speeds = _speeds(step_seconds, flops_per_second)
     if num_replicas is None:
         num_replicas = max(2, len(speeds), len(latency_seconds), len(link))
     if num_replicas < 2:
-        raise UserError(
-            f"num_replicas={num_replicas}, but a link has two ends: plan for two or more", "num_replicas"
-        )
-    for flops in flops_per_second:
-        if not 0 < flops < math.inf:
-            raise UserError(f"flops_per_second must be above 0 and finite, not {flops}", "flops_per_second")
+        raise UserError(f"num_replicas={num_replicas}, but a link has two ends: take 2 or more", "num_replicas")
     tokens, batch, facts = _budget(size, num_tokens, batch_tokens, num_replicas)
     if flops_per_second:
         seconds = [
@@ -126,6 +115,20 @@ def _plan_described(
     _answer(task, facts, command="diloco train RECIPE", json=json)
     if store and not json and (plans := feasible(task)):
         show([store_sentence(plans[0])])
+
+
+def _speeds(step_seconds: tuple[float, ...], flops_per_second: tuple[float, ...]) -> tuple[float, ...]:
+    """The speeds of the replicas, in the way in which they are given."""
+    if bool(step_seconds) == bool(flops_per_second):
+        raise UserError(
+            "give the speed of a replica once: step_seconds, such as 1.5, or flops_per_second, such as 30T; or "
+            "time this machine with diloco plan --measure RECIPE --link RATE",
+            *("step_seconds", "flops_per_second"),
+        )
+    for flops in flops_per_second:
+        if not 0 < flops < math.inf:
+            raise UserError(f"flops_per_second must be above 0 and finite, not {flops}", "flops_per_second")
+    return step_seconds or flops_per_second
 
 
 def _budget(
