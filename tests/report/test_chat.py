@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+import torch
 from tests.browser import DESK, PHONE, needs_chromium, opened_page
 from tests.cli.test_generate import likeliest
 from tests.report.test_looks import CUT
@@ -24,6 +25,7 @@ from diloco.report.chat import MOST_CHARACTERS, Chat
 from diloco.report.reach import reach
 from diloco.report.server import LiveServer
 from diloco.report.sources import Sources
+from diloco.training.records.finished import RunModel
 from diloco.training.records.runs import read_config
 
 JSON = {"Content-Type": "application/json"}
@@ -253,6 +255,27 @@ def test_the_page_says_what_larger_models_take(server, finished_run):
     }
     own = reach(config, num_tokens=summary["num_tokens"], tokens_per_second=summary["tokens_per_second"])
     assert own is not None and far == json.loads(json.dumps(asdict(own)))
+
+
+def test_the_final_parameters_follow_the_last_checkpoint(finished_run, tmp_path, monkeypatch):
+    run = tmp_path / "runs" / "copy"
+    shutil.copytree(finished_run, run)
+    final = (run / "outer.safetensors").rename(tmp_path / "final")
+    monkeypatch.chdir(tmp_path)
+    chat = Chat("copy")  # by its name in runs
+    threads = []
+
+    def model() -> RunModel:
+        list(chat.answer(question().encode()))
+        threads.append(torch.get_num_threads())
+        assert chat._model is not None
+        return chat._model
+
+    before = model()
+    final.rename(run / "outer.safetensors")
+    after = model()
+    assert before.step == after.step == 120 and before is not after
+    assert threads[0] == 1 and threads[1] == chat._num_threads
 
 
 def test_a_watched_page_has_no_chat(finished_run):

@@ -173,6 +173,22 @@ def test_the_result_comes_first_and_the_command_makes_the_run_again(run, finishe
     assert replace(command.config, runs=asked.runs, data=data, num_tokens=asked.num_tokens) == asked
 
 
+@pytest.mark.parametrize(("ratio", "claim", "fact"), [(1.5, ", 1.5× fewer", ", 1.5× as"), (0.5, "", ", 0.5× as")])
+def test_a_run_that_sends_more_than_data_parallel_does_not_say_fewer(finished_run, tmp_path, ratio, claim, fact):
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    summary = json.loads((run / "summary.json").read_text())
+    summary["bytes_sent_per_replica"] = round(summary["data_parallel_bytes_per_replica"] / ratio)
+    (run / "summary.json").write_text(json.dumps(summary))
+    sources = Sources([str(run)])
+    sources.read()
+    (section,) = sources.page().sections
+    assert section.headline.partition(" tokens")[2].startswith(claim) and (
+        claim or "fewer" not in section.headline
+    )
+    assert fact in section.facts["Data-Parallel"]
+
+
 def test_texts_that_the_model_wrote_are_shown_as_they_are(finished_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished_run, run, ignore=shutil.ignore_patterns("checkpoints"))

@@ -218,6 +218,18 @@ def test_other_devices_need_the_token_and_a_name_of_this_machine(opened, path, h
     assert token not in content
 
 
+@pytest.mark.parametrize("address", ["0.0.0.0", *["::"] * socket.has_dualstack_ipv6()])
+def test_the_address_that_is_printed_is_answered_and_so_is_ipv4_beside_ipv6(runs, serve, monkeypatch, address):
+    monkeypatch.setattr(live, "_outer_address", lambda _: "Machine.local")  # as on one without a route out
+    server = serve(runs, address=address)
+    url = urlsplit(server.url)
+    assert url.hostname == "machine.local" and answer(server, url.path, Host=url.netloc)[0].status == 200
+    connection = http.client.HTTPConnection("127.0.0.2", port_of(server), timeout=20)
+    connection.request("GET", url.path)
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
 @pytest.fixture(scope="module")
 def opened(finished_run) -> Iterator[LiveServer]:
     """A server on every address of the machine."""

@@ -22,6 +22,7 @@ from diloco.report.reach import reach
 from diloco.schema import decoded
 from diloco.training.config.config import Parameters
 from diloco.training.records.finished import RunModel, finished_config, load_model, newest_step
+from diloco.training.records.runs import run_directory
 from diloco.training.records.summary import OUTER_FILE
 from diloco.training.records.tail import RunTail
 
@@ -152,11 +153,13 @@ class Chat:
         if is_store(self._source):
             is_over, key = False, time.monotonic() // _STORE_SECONDS
         else:
-            is_over, key = Path(self._source, OUTER_FILE).exists(), newest_step(self._source, self._parameters)
+            is_over = (run_directory(self._source) / OUTER_FILE).exists()
+            key = newest_step(self._source, self._parameters)
         # Beside training, two threads that wait for each other were twelve times slower than one.
         torch.set_num_threads(self._num_threads if is_over else 1)
         if key is None:
             raise UserError("the run has no checkpoint yet: ask again after its first one")
+        key = is_over, key  # the last step has a checkpoint, too, which was read to the CPU
         if self._model is None or key != self._key:
             self._model = None  # first, so that memory never holds two
             device = "auto" if is_over else "cpu"  # a GPU's memory may be what training needs next

@@ -99,7 +99,8 @@ class Handler(BaseHTTPRequestHandler):
         """True if the request's Host is this server's: no site can reach it by a name of its own."""
         hosts = self.headers.get_all("Host", [])
         host = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
-        return host is not None and host[1].lower() in {*self.names, bracketed(self.connection.getsockname()[0])}
+        here = self.connection.getsockname()[0].removeprefix("::ffff:")  # IPv4 at a socket of both families
+        return host is not None and host[1].lower() in {*self.names, bracketed(here)}
 
     def _own_path(self) -> str | None:
         """The path behind the token; None without the right one."""

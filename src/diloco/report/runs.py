@@ -12,7 +12,7 @@ import numpy as np
 
 from diloco.report.page import BLACK, Chart, Lane, Points, Section, Series, Table
 from diloco.report.setup import CommandOf, comparison_headline, headline, samples, setup
-from diloco.report.text import Label, cell, differing_settings, duration, megabytes, short, shown_names
+from diloco.report.text import Label, cell, differing_settings, duration, factor, megabytes, short, shown_names
 from diloco.training.config.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.records.summary import Summary
@@ -127,7 +127,7 @@ def _formatted(results: Mapping[str, float | None]) -> dict[str, str]:
     facts = {name: _FORMATS[name](value) for name, value in results.items() if value is not None}
     sent, data_parallel = results["sent per replica"], results[_DATA_PARALLEL]
     if sent and data_parallel:
-        facts[_DATA_PARALLEL] += f", {data_parallel / sent:,.0f}× as much"
+        facts[_DATA_PARALLEL] += f", {factor(data_parallel / sent)}× as much"
     return facts
 
 

@@ -58,7 +58,8 @@ class LiveServer:
         self.is_open = not is_own
         """True if other machines may be answered."""
         token = "" if is_own else base64.b32encode(secrets.token_bytes(10)).decode().lower()
-        names = _OWN_NAMES | {bracketed(address).lower(), bracketed(place[0])}
+        host = _outer_address(family) if place[0] in ("0.0.0.0", "::") else place[0]
+        names = _OWN_NAMES | {bracketed(name).lower() for name in (address, place[0], host)}
         own = {"names": names, "token": token, "policy": served_policy(panel)}
         handler = type("_Handler", (Handler,), {"resources": resources, "streams": streams, **own})
         try:
@@ -68,7 +69,6 @@ class LiveServer:
             fields = ("port",) if is_own else ("address", "port")
             where = f"port={port}" if is_own else f"port={port} of address={address}"
             raise UserError(f"{where} can't be used ({reason}): choose a free one", *fields) from error
-        host = _outer_address(family) if place[0] in ("0.0.0.0", "::") else place[0]
         self.url = f"http://{bracketed(host)}:{self._server.server_port}/{f'{token}/' if token else ''}"
         """The address of the page, with the token."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diloco.data.shards import INDEX_FILE, read_index, total
 from diloco.errors import UserError
-from diloco.report.text import rounded
+from diloco.report.text import factor, rounded
 from diloco.schema import read_json
 from diloco.training.config.config import TrainConfig
 from diloco.training.records.metrics import metrics_file
@@ -33,9 +33,9 @@ def headline(run: RunTail) -> str:
         f"{summary.eval_loss:.3g} after {rounded(summary.num_tokens)} tokens"
     )
     sent, data_parallel = summary.bytes_sent_per_replica, summary.data_parallel_bytes_per_replica
-    if summary.method == "data_parallel" or not sent or not data_parallel:
+    if summary.method == "data_parallel" or not sent or data_parallel <= sent:
         return sentence
-    return f"{sentence}, {data_parallel / sent:,.0f}× fewer bytes than Data-Parallel"
+    return f"{sentence}, {factor(data_parallel / sent)}× fewer bytes than Data-Parallel"
 
 
 def _replicas(count: int) -> str:

@@ -89,6 +89,15 @@ def rounded(count: float) -> str:
     return f"{count:g}"
 
 
+def factor(ratio: float) -> str:
+    """A factor with two digits, and all of those before the point.
+
+    >>> factor(87.4), factor(1.52), factor(0.5)
+    ('87', '1.5', '0.5')
+    """
+    return f"{ratio:,.0f}" if ratio >= 9.5 else f"{ratio:.2g}"
+
+
 def cell(value: Setting) -> str:
     """A setting for a table.
 
