@@ -24,7 +24,7 @@ class GapLaw:
     source: str
     """The tables whose rows it is fitted to."""
     fit: PowerLawFit
-    """Of the ratio of the losses."""
+    """The law of the ratio of the losses."""
 
     def band(self, num_params: float) -> Estimate:
         """The gap at N, with its 95 % interval.

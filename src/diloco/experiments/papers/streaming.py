@@ -11,6 +11,7 @@ import numpy as np
 
 from diloco.experiments.papers.comparison import (
     Change,
+    Placed,
     Row,
     all_of,
     change,
@@ -74,18 +75,7 @@ def scaling(tier: Tier) -> Experiment:
 
     def finding(rows: Sequence[Row]) -> Finding:
         compared = _at(rows, most_steps)
-        gaps = {
-            method: {
-                size: placed(
-                    compared,
-                    {"method": method, "size": size},
-                    {"method": BASELINE, "size": size},
-                    streaming_gap(*setting),
-                )
-                for size in tier.sizes
-            }
-            for method, setting in _GAP_LAWS.items()
-        }
+        gaps = _gaps(compared, tier)
         listed = "; ".join(
             f"M = {_GAP_LAWS[method][0]}, H = {_GAP_LAWS[method][1]} "
             + ", ".join(f"{gap} at {size}" for size, gap in of_one.items())
@@ -131,6 +121,49 @@ _GAP_LAWS = {
 """M and H of each method whose gap has a published law."""
 
 
+def _gaps(rows: Sequence[Row], tier: Tier) -> dict[str, dict[str, Placed]]:
+    """The gap to Data-Parallel beside its band, by method and size."""
+    return {
+        method: {
+            size: placed(
+                rows, {"method": method, "size": size}, {"method": BASELINE, "size": size}, streaming_gap(*setting)
+            )
+            for size in tier.sizes
+        }
+        for method, setting in _GAP_LAWS.items()
+    }
+
+
+def _gap_panel(rows: Sequence[Row], tier: Tier) -> Panel:
+    """The gaps of M = 2 and 4 with H = 30, and the bands of their laws over the sizes of both."""
+    gaps = _gaps(rows, tier)
+    ours = {
+        size: float(chosen(rows, size=size)[0]["num_params"]) for size in tier.sizes if chosen(rows, size=size)
+    }
+    over = sorted({*ours.values(), *(10.0**power for power in range(6, 10))})
+    panel_curves: dict[str, list[Point]] = {}
+    for method, (replicas, period) in _GAP_LAWS.items():
+        if period != tier.sync_every:
+            continue
+        bands = (streaming_gap(replicas, period).band(n) for n in over)
+        panel_curves[f"M = {replicas}, the paper's law"] = [
+            Point(n, 100 * band.value, 100 * (band.low or 0), 100 * (band.high or 0))
+            for n, band in zip(over, bands, strict=True)
+        ]
+        measured = {ours[size]: gap.gap for size, gap in gaps[method].items() if gap.gap.by_seed}
+        panel_curves[f"M = {replicas}, here"] = [
+            Point(n, 100 * gap.mean, 100 * min(gap.by_seed.values()), 100 * max(gap.by_seed.values()))
+            for n, gap in measured.items()
+        ]
+    return Panel(
+        title=f"gap to Data-Parallel, H = {tier.sync_every}",
+        x_label="parameters",
+        y_label="loss over Data-Parallel's, %",
+        x_log=True,
+        curves={name: points for name, points in panel_curves.items() if points},
+    )
+
+
 def _scaling_panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
     published = _published("streaming_scaling")
     labels = {"x_label": "floating-point operations, 6·N·tokens", "x_log": True}
@@ -145,6 +178,7 @@ def _scaling_panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
             published=True,
             **labels,
         ),
+        _gap_panel(_at(rows, tier.step_batches[-1]), tier),
         *accuracy_panels(_at(rows, tier.step_batches[-1]), flops, "method", published, **labels),
     ]
 
