@@ -121,6 +121,9 @@ VERDICTS = {
         "size",
     ),
     "single_replica": ("within the band", "above the band"),
+    "evaluated_parameters": tuple(
+        ", ".join(f"{answer} at {rate}" for rate in ("5%", "30%", "100%")) for answer in ("agrees", "disagrees")
+    ),
 }
 
 

@@ -537,37 +537,43 @@ _COLUMNS = {
 """The column of the loss of each set of parameters."""
 
 
+_END_RATES = (0.05, 0.3, 1.0)
+"""The learning rate at the end, as a part of its peak, which the paper does not state."""
+
+
 def evaluated_parameters(tier: Tier) -> Experiment:
     """Losses of the outer parameters, a replica's own, and the average, at the end and halfway (Table 4)."""
-    settings = [(replicas, at) for replicas in (2, 4) for at in ("end", "half")]
+    ends = list(itertools.product((2, 4), (tier.sync_every, 100), _END_RATES))
 
     def runs() -> Iterator[LabelledRun]:
-        for replicas, at in settings:
+        for replicas, period, end_rate in ends:
+            config = tier.run(num_replicas=replicas, sync_every=period)
+            optimizer = replace(config.optimizer, final_fraction=end_rate)
+            labels = {"replicas": replicas, "H": period, "end_rate": end_rate}
+            yield LabelledRun({**labels, "at": "end"}, replace(config, optimizer=optimizer))
+        for replicas in (2, 4):
             config = tier.run(num_replicas=replicas)
-            at_step = config.num_steps // 2 if at == "half" else None
-            if at_step is not None:
-                config = replace(config, checkpoint=replace(config.checkpoint, every_steps=at_step))
-            yield LabelledRun({"replicas": replicas, "at": at}, config, at_step)
+            half = config.num_steps // 2
+            config = replace(config, checkpoint=replace(config.checkpoint, every_steps=half))
+            labels = {"replicas": replicas, "H": tier.sync_every, "end_rate": _END_RATES[0]}
+            yield LabelledRun({**labels, "at": "half"}, config, half)
 
     def finding(rows: Sequence[Row]) -> Finding:
-        over = {
-            (name, *setting): Change(
-                {
-                    row["seed"]: float(row[column]) / float(row["eval_loss"]) - 1
-                    for row in chosen(rows, replicas=setting[0], at=setting[1])
-                    if column in row
-                }
+        listed, by_rate = [], {}
+        for replicas, period, end_rate in ends:
+            labels = {"replicas": replicas, "H": period, "end_rate": end_rate, "at": "end"}
+            over = {
+                name: _over_outer(chosen(rows, **labels), name) for name in ("replica_average", "first_replica")
+            }
+            by_rate.setdefault(end_rate, []).extend(gap.rises() for gap in over.values())
+            average, first = over.values()
+            listed.append(
+                f"M = {replicas}, H = {period}, {end_rate:.0%}: average {average}, first replica {first}"
             )
-            for setting in settings
-            for name, column in _COLUMNS.items()
-            if name != "outer_parameters"
-        }
-        listed = "; ".join(
-            f"M = {replicas}, {at}: average {over['replica_average', replicas, at]}, "
-            f"first replica {over['first_replica', replicas, at]}"
-            for replicas, at in settings
+        verdicts = (f"{all_of(*verdicts)} at {end_rate:.0%}" for end_rate, verdicts in by_rate.items())
+        return Finding(
+            f"over the outer parameters, by the learning rate's end: {'; '.join(listed)}", ", ".join(verdicts)
         )
-        return Finding(f"over the outer parameters: {listed}", all_of(*(gap.rises() for gap in over.values())))
 
     return Experiment(
         name="evaluated_parameters",
@@ -582,10 +588,16 @@ def evaluated_parameters(tier: Tier) -> Experiment:
     )
 
 
+def _over_outer(rows: Sequence[Row], name: str) -> Change:
+    """The loss of other parameters over that of the outer parameters."""
+    column = _COLUMNS[name]
+    return Change({row["seed"]: float(row[column]) / float(row["eval_loss"]) - 1 for row in rows if column in row})
+
+
 def _evaluated_panels(rows: Sequence[Row]) -> list[Panel]:
     names = [
         {
-            "setting": f"M = {row.get('replicas', 2)}, {row.get('at', 'end')}",
+            "setting": _evaluated_setting(row),
             "evaluated": name,
             "eval_loss": row[column],
         }
@@ -597,8 +609,14 @@ def _evaluated_panels(rows: Sequence[Row]) -> list[Panel]:
     return [
         Panel(title="here", x_label="evaluated parameters", curves=curves(names, "evaluated", "setting")),
         Panel(title="Table 4: 500M", x_label="evaluated parameters", curves=theirs, published=True),
-        *_accuracies(chosen(rows, replicas=2, at="end")),
+        *_accuracies(chosen(rows, replicas=2, at="end", H=30, end_rate=_END_RATES[0])),
     ]
+
+
+def _evaluated_setting(row: Row) -> str:
+    return f"M = {row['replicas']}, H = {row['H']}, " + (
+        f"rate to {row['end_rate']:.0%}" if row["at"] == "end" else "halfway"
+    )
 
 
 def _accuracies(rows: Sequence[Row]) -> list[Panel]:
