@@ -98,7 +98,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "slow-links.md"
 
 def test_the_page_says_whether_a_run_fits_two_homes(capsys):
     ((command, shown),) = re.findall(
-        r"```\ndiloco (plan --num-params 124M .*)\n```\n+```text\n(.*?)```", PAGE.read_text(), re.S
+        r"```\ndiloco (plan --num-params 124M .*)\n```\n+```text[^\n]*\n(.*?)```", PAGE.read_text(), re.S
     )
     lines = [line.rstrip() for line in printed(capsys, *command.split()).splitlines()]
     assert shown.splitlines() == lines[: len(shown.splitlines())]
