@@ -55,9 +55,11 @@ GPU_RESULTS ?= gpu-results
 gpu:
 	PYTHONPATH=src $(PYTHON) benchmarks/on_gpu.py --output $(GPU_RESULTS)
 
+# The code in the docs, too, is written anew from its files.
 format: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python docs/generate.py
 
 .PHONY: docs docs-serve
 # The pages, in site/; a broken link, or a command with an unknown flag, fails.

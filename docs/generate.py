@@ -2,7 +2,9 @@
 
 A hook of mkdocs, and an extension of the parser of docstrings.
 
-A page asks for a table or a section with a comment: `<!-- generate: commands -->`.
+A page asks for a table or a section with a comment: `<!-- generate: commands -->`. The title of a block of code is
+the file that it is copied from, or a section of it: `title="examples/own_loop.py:loop"`. `python docs/generate.py`
+copies them all anew.
 """
 
 import ast
@@ -227,6 +229,28 @@ class Doctests(griffe.Extension):
             obj.docstring.value = blocks
 
 
+def with_code(markdown: str) -> str:
+    """The page, each block of code that names a file with what now stands there."""
+    block = r'^```(\w+) title="([\w/.]+)(?::(\w+))?"\n.*?^```$'
+
+    def copied(match: re.Match[str]) -> str:
+        return f"{match[0].partition(chr(10))[0]}\n{section_of(match[2], match[3])}\n```"
+
+    return re.sub(block, copied, markdown, flags=re.DOTALL | re.MULTILINE)
+
+
+def section_of(file: str, name: str | None) -> str:
+    """The text of a file, or of the section between its marks `--8<-- [start:NAME]` and `[end:NAME]`."""
+    lines = (ROOT / file).read_text().splitlines()
+    if name is not None:
+        first, last = (
+            [mark in line for line in lines].index(True)
+            for mark in (f"--8<-- [start:{name}]", f"--8<-- [end:{name}]")
+        )
+        lines = lines[first + 1 : last]
+    return textwrap.dedent("\n".join(line for line in lines if "--8<-- [" not in line)).strip("\n")
+
+
 def shown_commands(markdown: str) -> list[str]:
     """The `diloco …` commands in the page's code blocks, each in one line."""
     fenced = re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", markdown, re.DOTALL | re.MULTILINE)
@@ -257,3 +281,8 @@ def check_command(command: str) -> str | None:
     flags = set(re.findall(r"(?<![\w-])--[\w.-]*\w", known))
     unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in flags]
     return f"there is no {', '.join(unknown)}" if unknown else None
+
+
+if __name__ == "__main__":
+    for path in (ROOT / "docs").rglob("*.md"):
+        path.write_text(with_code(path.read_text()))

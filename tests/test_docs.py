@@ -1,17 +1,17 @@
-"""The pages build: their links, their anchors, and the commands that they name."""
+"""The pages build: their links, their anchors, and the commands that they name; and none is too long."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_the_site_builds(tmp_path: Path):
     # Not --quiet: it hides the warnings from --strict, too, and nothing fails.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
@@ -23,6 +23,7 @@ def test_the_site_builds(tmp_path: Path):
     assert "diloco experiment" in commands and "--held-out" in commands, "generated from the code"
 
 
+@pytest.mark.slow
 def test_a_command_that_does_not_exist_is_named():
     from docs.generate import check_command
 
@@ -30,3 +31,24 @@ def test_a_command_that_does_not_exist_is_named():
     assert check_command("diloco trane tiny") == "there is no verb 'trane'"
     assert check_command("diloco train tiny --replicas 2") == "there is no --replicas"
     assert check_command("diloco simulate curves") == "diloco simulate has no 'curves'"
+
+
+def test_the_readme_answers_on_its_first_screen():
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 100
+    assert len(readme.partition("```\n")[0].split()) <= 120, "words before the first command"
+    start = " ".join(readme.split()[:300])
+    assert re.search(
+        r"## Does it fit two homes\? Yes: \d+ Mbit/s up .* \d+M parameters.* ``` diloco plan .* ```", start
+    )
+    assert "**a fixed group**" in start and "**a bucket or a directory**" in start
+    prose = re.sub(r"```.*?```|`[^`]+`", "", readme, flags=re.DOTALL)
+    assert not re.search("[αHτ]", re.sub(r"\w{2,}", "", prose)), "words, not symbols"
+    for cell in re.findall(r"[^|\n]+(?=\|)", re.sub(r"\]\([^)]+\)", "", prose)):
+        assert len(re.findall(r"(?<![\w.,])\d[\d.,]*", cell)) <= 1, cell
+
+
+def test_the_pages_are_few_and_short():
+    pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
+    own = [re.sub(r'^```\w+ title="[^"]+"\n.*?^```$', "", page, flags=re.DOTALL | re.MULTILINE) for page in pages]
+    assert len(pages) <= 40 and sum(len(page.split()) for page in own) <= 35_000, "copied code apart"

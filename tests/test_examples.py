@@ -25,14 +25,6 @@ def torchrun(cwd: Path, num_processes: int, *command: str) -> str:
 
 
 @pytest.mark.slow
-def test_own_loop_learns_and_its_replicas_agree(tmp_path):
-    run = (run_example, 2, str(tmp_path), free_port(), 2, "own_loop.py")
-    output = "".join(run_replicas(*run, joined=False, timeout_seconds=150))
-    assert len(losses(output)) == 4 and losses(output)[-1] < 1, "chance is log 32 = 3.47"
-    assert replicas_agree(output, num_processes=2)
-
-
-@pytest.mark.slow
 def test_two_sites_of_two_processes_agree(tmp_path):
     flags = ["--leader", "--address", f"127.0.0.1:{free_port()}", "--replica", "{job}"]
     run = (run_example, 4, str(tmp_path), free_port(), 2, "two_sites.py", *flags)
@@ -123,6 +115,7 @@ def test_the_readmes_loop_trains(tmp_path):
 
 
 IN_OTHER_TESTS = {
+    "own_loop.py": "test_tutorial.py",
     "ray_train.py": "integrations/test_ray.py",
     "lightning_autoencoder.py": "integrations/test_lightning.py",
     **dict.fromkeys(
@@ -134,11 +127,15 @@ IN_OTHER_TESTS = {
 
 
 def test_every_code_block_of_the_docs_is_part_of_a_file_that_runs():
+    from docs.generate import with_code
+
     tested = {path.name for path in (*EXAMPLES.glob("*.py"), *SNIPPETS.glob("*.py"))}
     for page in (ROOT / "docs").rglob("*.md"):
-        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-            included = re.fullmatch(r'--8<-- "(?:examples|docs/snippets)/(\w+\.py)(?::\w+)?"\n', block)
-            assert included and included[1] in tested, f"{page}: {block}"
+        markdown = page.read_text()
+        assert markdown == with_code(markdown), f"{page}: make format copies the code anew"
+        for title in re.findall(r"^ *```python(.*)$", markdown, re.MULTILINE):
+            copied = re.fullmatch(r' title="(?:examples|docs/snippets)/(\w+\.py)(?::\w+)?"', title)
+            assert copied and copied[1] in tested, f"{page}: {title}"
     untested = {name for name in tested if name not in Path(__file__).read_text()}
     assert not untested
     for name, test in IN_OTHER_TESTS.items():

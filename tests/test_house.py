@@ -17,6 +17,7 @@ ROOMS = [
     *(
         "version",
         "errors",
+        "units",
         "files",
         "hub",
         "schema",

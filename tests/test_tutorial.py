@@ -1,33 +1,57 @@
-"""The commands of the tutorial on a model of transformers, one after another, as its reader types them."""
+"""The commands of the README and the tutorials, one after another, as their reader types them."""
 
 import io
+import itertools
+import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.processes import run_mains
+from tests.running import EXAMPLES, ROOT, losses, replicas_agree
 
 from diloco.cli.main import main
 
-PAGE = Path(__file__).parents[1] / "docs" / "tutorial" / "transformers-model.md"
+TUTORIALS = ROOT / "docs" / "tutorial"
+FIRST_HOUR = [
+    ROOT / "README.md",
+    *(TUTORIALS / f"{name}.md" for name in ("first-run", "own-loop", "two-machines", "three-machines")),
+]
+NOT_HERE = re.compile(r"\b(HOST|DIR|BUCKET)\b|^(make|export) ")
+"""Commands that need a second machine, text from the network, or an installation."""
+SHORTER = {
+    "diloco train laptop --name laptop": " --num-tokens 30720 --global-batch 2 --evaluation.num-tokens 20000"
+}
+"""Flags with which a command ends in seconds instead of minutes."""
+PAGE = TUTORIALS / "transformers-model.md"
 IMPORTS = ("transformers.models.gpt2.modeling_gpt2", "peft", "torch.utils.tensorboard", "diloco.training.loop")
 pytestmark = pytest.mark.slow
 
 
 def commands(page: str) -> Iterator[str]:
     """Each command of the blocks without a language, its lines together."""
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
-        lines = iter([] if language else block.splitlines())
+    return (command for command, _ in commands_and_outputs(page))
+
+
+def commands_and_outputs(page: str) -> Iterator[tuple[str, str]]:
+    """Each command of the blocks without a language, its lines together, and the text that is shown after it."""
+    blocks = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    for (language, block), (next_language, output) in itertools.pairwise([*blocks, ("", "")]):
+        lines = iter([] if language else re.sub(r"\\\n +", "", block).splitlines())
+        together = []
         for line in lines:
             end = "END" if line.endswith("<<'END'") else '"' if line.startswith("python -c") else None
             while end is not None and not line.endswith(f"\n{end}"):
                 line += "\n" + next(lines)
-            yield line
+            together.append(re.sub(" +# .*", "", line))
+        outputs = [""] * (len(together) - 1) + [output if next_language == "text" else ""]
+        yield from zip(together, outputs, strict=bool(together))
 
 
 def run_code(code: str) -> None:
@@ -54,6 +78,60 @@ def call(command: str) -> tuple[Any, ...]:
     return (run_code, words[2]) if words[0] == "python" else (run_shell, command)
 
 
+def timed(function: Any, *arguments: Any) -> None:
+    start = time.monotonic()
+    function(*arguments)
+    sys.stderr.write(f"\n{time.monotonic() - start}")
+
+
+def shape(line: str) -> str:
+    """The line without its numbers, hashes and units of bytes."""
+    return re.sub(r"[0-9a-f]{16}|\d[\d.,:]*", "#", re.sub(r"\b[kMG]B\b", "B", line))
+
+
+def check_shown(block: str, printed: str, *, exactly: bool) -> None:
+    """Hold that a command has printed what the page shows, and the numbers that depend on no machine."""
+    shapes = {shape(line) for line in printed.splitlines()}
+    for line in block.splitlines():
+        assert line == "…" or shape(line) in shapes, line
+    same = r"^(?:tokens|parameters|replicas|sent per replica|Data-Parallel)  .*|[\d,]+ bytes sent"
+    for part in re.findall(same, block, re.MULTILINE) if exactly else []:
+        assert part in printed, part
+
+
+def hashes(printed: str) -> list[str]:
+    return re.findall(r"outer hash +(\w{16})\b", printed)
+
+
+def test_the_first_hour_by_the_commands_of_the_docs(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    (tmp_path / "examples").symlink_to(EXAMPLES)  # the reader is in a clone
+    pages = {page: [c for c in commands(page.read_text()) if not NOT_HERE.search(c)] for page in FIRST_HOUR}
+    # A command of the README that a tutorial gives a name is not run twice.
+    unique = {re.sub(" --name [a-z]+", "", command): command for named in pages.values() for command in named}
+    calls = {command: (timed, *call(command + SHORTER.get(command, ""))) for command in unique.values()}
+    done = run_mains([*calls.values()], folder=tmp_path, timeout_seconds=300, imports=IMPORTS[2:])
+    printed = {command: one.stdout.replace(f"{tmp_path}/", "") for command, one in zip(calls, done, strict=True)}
+    seconds = {c: float(one.stderr.rpartition("\n")[2]) for c, one in zip(calls, done, strict=True)}
+    for command, taken in seconds.items():
+        sys.stdout.write(f"{taken:5.1f} s  {command}{SHORTER.get(command, '')}\n")
+    for page, named in pages.items():
+        first = unique[re.sub(" --name [a-z]+", "", named[0])]
+        assert seconds[first] < 60 and first not in SHORTER, page
+        for command, block in commands_and_outputs(page.read_text()):
+            if block:
+                check_shown(block, printed[command], exactly=command not in SHORTER)
+    for same in (" --name first", " --name both"), (" --name baseline", " --resume runs/baseline"):
+        first, second = (hashes(text) for name in same for c, text in printed.items() if c.endswith(name))
+        assert first == second and len(first) == 1
+    own_loop, store = (text for end in ("own_loop.py", "wait") for c, text in printed.items() if c.endswith(end))
+    assert replicas_agree(own_loop, num_processes=2) and losses(own_loop)[-1] < 1, "chance is log 32 = 3.47"
+    assert len(hashes(store)) == 2 and len({*hashes(store)}) == 1
+    (plan,) = (text for c, text in printed.items() if c.startswith("diloco plan"))
+    answer = re.search(r"## Does it fit .*?## ", FIRST_HOUR[0].read_text(), re.DOTALL)[0]
+    assert {*re.findall(r"\d[\d.]*\b", answer)} <= {*re.findall(r"\d[\d.]*", plan)}, "the README's figures"
+
+
 def test_the_commands_of_the_page_do_what_it_says(tmp_path):
     pytest.importorskip("peft")
     page = PAGE.read_text()
@@ -65,8 +143,8 @@ def test_the_commands_of_the_page_do_what_it_says(tmp_path):
         assert line == "…" or line in dry_run.splitlines()
     first, resumed, extended, adapted = re.findall(r"outer hash +(\w+)", "".join(printed.values()))
     assert first == resumed and len({first, extended, adapted}) == 3
-    losses = [float(loss) for loss in re.findall(r"held-out loss +([0-9.]+)", "".join(printed.values()))]
-    assert losses[0] == losses[1] > losses[2] == losses[3] and losses[4] < losses[1]
+    held_out = [float(loss) for loss in re.findall(r"held-out loss +([0-9.]+)", "".join(printed.values()))]
+    assert held_out[0] == held_out[1] > held_out[2] == held_out[3] and held_out[4] < held_out[1]
     theirs, ours = (printed[c] for c in printed if "do_sample=False" in c or c.endswith("--temperature 0"))
     assert theirs == ours and len(ours) > 20
     assert f"sent per replica     {re.search(r'[0-9.]+ kB: the', page)[0][:-5]}" in printed[[*printed][-3]]

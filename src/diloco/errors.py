@@ -158,9 +158,22 @@ class ReplicaFailedError(DilocoError):
         self.fields = fields
 
 
+class Stopped(KeyboardInterrupt):
+    """The end of a run by a signal; no failure, of which others must hear.
+
+    Args:
+        message: the signal, and what is saved.
+        exit_code: of a command that ends with it.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 def exit_code_of(error: BaseException) -> int | None:
     """The exit code of a command that ends with an error; None for a bug, which shows its traceback."""
-    if isinstance(error, DilocoError):
+    if isinstance(error, DilocoError | Stopped):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return 130

@@ -50,6 +50,6 @@ def test_runs_are_shown_while_they_train(small_corpus, finished_run, tmp_path, m
     printed = capfd.readouterr().err.splitlines()
     assert printed[0] == "mine: 0 of 2 runs done, 0 running, 2 left, 0.0%"
     assert any(line.startswith("mine: 0 of 2 runs done, 1 running, 1 left, 12.5%  ETA ") for line in printed)
-    assert any(line.startswith("  seed=0  step 30/120  loss ") and "  ETA " in line for line in printed)
+    assert any(line.startswith("  seed=0  step 30/120  training loss ") and "  ETA " in line for line in printed)
     assert any(line.startswith("mine: 1 of 2 runs done (1 failed), 1 running, 0 left") for line in printed)
     assert printed[-1] == "mine: 2 of 2 runs done (2 failed), 0 running, 0 left, 100.0%"

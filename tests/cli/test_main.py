@@ -31,7 +31,7 @@ def test_no_command_loads_more_than_it_needs():
         ["train", "-h"],
         ["train", "tiny", "--help"],
         ["generate", "--help"],
-        ["plan", *size, "--latency-seconds", "0.01", "--link-gbit-s", "1", "--store"],
+        ["plan", *size, "--latency-seconds", "0.01", "--link", "1Gbit", "--store"],
         ["simulate", "bandwidth", *size, "--method", "streaming", "--json"],
         ["scaling", "predict", "--num-params", "1e9"],
     )

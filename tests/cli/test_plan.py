@@ -1,14 +1,18 @@
 import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
 from tests.processes import run_main
 
 from diloco.cli.main import main
+from diloco.presets import METHODS
 from diloco.training import measure
+from diloco.training.config.recipes import recipe
 
 RUN = ["--num-params", "1e9", "--num-layers", "24", "--step-seconds", "0.1"]
-PLAN = ["plan", *RUN, "--latency-seconds", "0.01", "--link-gbit-s"]
+PLAN = ["plan", *RUN, "--latency-seconds", "0.01", "--batch-tokens", "2_097_152", "--link"]
 
 
 def printed(capsys, *arguments: str) -> str:
@@ -17,27 +21,27 @@ def printed(capsys, *arguments: str) -> str:
 
 
 def test_a_plan_is_an_object(capsys):
-    output = json.loads(printed(capsys, *PLAN, "1", "--json"))
+    output = json.loads(printed(capsys, *PLAN, "1Gbit", "--json"))
     assert output["target"] == 0.95 and "remedy" not in output
     first = output["plans"][0]
     assert first["compute_utilization"] >= 0.95
     assert f"--diloco.sync-every {first['sync_every']} " in first["flags"]
-    assert first["flags"] in printed(capsys, *PLAN, "1")
+    assert first["flags"] in printed(capsys, *PLAN, "1Gbit")
     assert first["command"] == f"diloco train RECIPE {first['flags']}"
     assert output["num_steps"] == round(20e9 / 2**21) and output["most_utilization"] == 1
     assert output["replicas"] == [{"step_seconds": 0.1, "gbit_s": 1.0, "latency_seconds": 0.01}] * 2
 
 
 def test_a_plan_that_cannot_be_says_what_would_make_it_one(capsys):
-    sentence = printed(capsys, *PLAN, "0.001")
+    sentence = printed(capsys, *PLAN, "1Mbit")
     assert "No setting reaches a compute utilization of 0.95 here." in sentence
     assert "links of" in sentence and "a target of 0." in sentence
-    output = json.loads(printed(capsys, *PLAN, "0.001", "--json"))
+    output = json.loads(printed(capsys, *PLAN, "1Mbit", "--json"))
     assert output["plans"] == [] and output["remedy"]["link_gbit_s"] > 0.001
 
 
 def test_a_plan_says_what_a_bucket_costs(capsys):
-    arguments = ["plan", "--num-params", "1e9", "--num-layers", "4", "--step-seconds", "1", "--link-gbit-s", "2"]
+    arguments = ["plan", "--num-params", "1e9", "--num-layers", "4", "--step-seconds", "1", "--link", "2Gbit"]
     arguments += ["--num-replicas", "3"]
     plans = json.loads(printed(capsys, *arguments, "--json", "--store"))["plans"]
     # Of an outer step of three: payloads, or shares and their averages, that are downloaded; creates; reads.
@@ -79,10 +83,65 @@ def test_a_plan_measures_this_machine_on_request(tmp_path):
     command = ["plan", "--measure", "tiny", "--target", "0.2", *flags]
     process = run_main(plan_of_few_steps, command, folder=tmp_path, timeout_seconds=200)
     assert process.returncode == 0, process.stderr
-    assert "replica 1: " in process.stdout and " Gbit/s, latency " in process.stdout
+    pattern = r"^step    .* s on each of 2 replicas \(measured\)$\nlink    .*bit/s, latency .* ms \(measured\)$"
+    assert re.search(pattern, process.stdout, re.MULTILINE)
     last = process.stdout.rstrip().splitlines()[-1]
     parts = (
         *("diloco train tiny ", "--global-batch 16", "--shards-per-replica 2"),
         *("--diloco.outer-learning-rate 0.7 --log-layer-cosine", "--num-replicas 2 --diloco.sync-every "),
     )
     assert all(part in last for part in parts)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "slow-links.md"
+
+
+def test_the_page_says_whether_a_run_fits_two_homes(capsys):
+    ((command, shown),) = re.findall(
+        r"```\ndiloco (plan --num-params 124M .*)\n```\n+```text[^\n]*\n(.*?)```", PAGE.read_text(), re.S
+    )
+    lines = [line.rstrip() for line in printed(capsys, *command.split()).splitlines()]
+    assert shown.splitlines() == lines[: len(shown.splitlines())]
+
+
+def test_what_is_assumed_is_named(capsys):
+    size = ["plan", "--num-params", "124M"]
+    text = printed(capsys, *size, "--step-seconds", "2", "3", "--link", "20Mbit", "1Gbit")
+    facts = dict(line.split(None, 1) for line in text.splitlines()[2:8])
+    assert facts["model"] == "124M parameters, 9 layers"
+    assert facts["tokens"] == "2.48B (20 per parameter)" and facts["steps"] == f"{2.48e9 / 2**17:,.0f}"
+    # 0.00709·N^0.4695·M^0.3399 sequences of 2,048 tokens are 115,900 tokens.
+    assert facts["batch"].startswith("131,072 tokens a step over all replicas (the law of arXiv 2503.09799 for M")
+    assert facts["step"] == "2 s and 3 s on each of 2 replicas (as given)"
+    assert facts["link"] == "20 Mbit/s, latency 0 ms and 1 Gbit/s, latency 0 ms (as given)"
+    text = printed(capsys, *size, "--flops-per-second", "30T", "--link", "20Mbit")
+    seconds = 6 * 124e6 * 2**16 / 30e12
+    assert f"{seconds:.4g} s on each of 2 replicas (6·N·B/M operations at 30T a second)" in text
+
+
+def test_the_methods_stand_beside_each_other(capsys):
+    """Data-Parallel sends 4 bytes of each parameter at M = 2, at every step, on a link that carries 20 Mbit/s."""
+    words = ["plan", "--num-params", "124M", "--step-seconds", "1.6", "--link", "20Mbit", "--json"]
+    rows = {row["method"]: row for row in json.loads(printed(capsys, *words))["methods"]}
+    assert [*rows] == [*METHODS]
+    first = rows["data_parallel"]
+    assert first["compute_utilization"] == pytest.approx(1.6 / (124e6 * 32 / 20e6), rel=0.01)
+    assert first["hours"] == pytest.approx(2.48e9 / 2**17 * 124e6 * 32 / 20e6 / 3600, rel=0.01)
+    needed = [row["needed_gbit_s"] for row in rows.values()]
+    assert needed == sorted(needed, reverse=True) and needed[0] > 1 > 0.1 > needed[-1] > 0.02
+
+
+def test_asked_for_nothing_it_asks_for_a_link_and_measures_this_machine(monkeypatch, capsys):
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda prompt: " 20Mbit ")
+    monkeypatch.setattr(measure, "measure_alone", lambda config: 0.25)
+    text = printed(capsys, "plan")
+    assert text.startswith("This times a step of the recipe laptop on this machine")
+    assert "step    0.25 s on each of 2 replicas (measured: the recipe's step on this machine" in text
+    assert "link    20 Mbit/s, latency 0 ms (as given)" in text and "diloco train laptop --method" in text
+
+
+@pytest.mark.slow
+def test_one_replica_is_timed_alone():
+    assert 0 < measure.measure_alone(measure.measurable(recipe("tiny"))) < 30

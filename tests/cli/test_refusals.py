@@ -13,7 +13,9 @@ from tests.cli.commands import refusal
 from tests.processes import run_main
 from tests.rendezvous.handwritten import Handwritten
 
-from diloco.cli.main import main
+from diloco.cli import _foreign, chat, export, generate, plan, train
+from diloco.cli._command import field_of, fields_of
+from diloco.cli.main import main, verbs
 from diloco.rendezvous.log.keys import write_key
 
 WORDS = {
@@ -29,18 +31,22 @@ bench                                              => diloco bench needs one of 
 eval                                               => diloco eval needs RUN
 train --seed 3                                     => diloco train --seed: name one of laptop, tiny, 35m
 simulate published --json                          => unknown flag --json (diloco simulate published --help
-train tiny --max-steps 9                           => unknown flag --max-steps: did you mean --num-tokens?
-train tiny --training.steps 9                      => unknown flag --training.steps: did you mean --num-tokens?
+train tiny --max-steps 9                           => in tokens: --num-tokens 4608
+train tiny --training.steps 9                      => unknown flag --training.steps: the length of a run
 train tiny --per_device_train_batch_size 4         => did you mean --micro-batch?
 train gpt2                                         => diloco train has no 'gpt2': choose one of laptop, tiny, 35m
 train tiny --device gpu                            => --device takes one of 'auto', 'cpu', 'cuda', not 'gpu'
 simulate bandwith                                  => diloco simulate has no 'bandwith': did you mean bandwidth?
-generate run Hello                                 => 'Hello' is not expected here: a value stands after its flag
+generate run Hello                                 => 'Hello' is not expected here: type --prompt Hello
 generate run --max_new_tokens 9                    => unknown flag --max_new_tokens: did you mean --max-tokens?
 export run --to gguf --output new                  => --to takes one of 'safetensors', 'hf', not 'gguf'
 export run --to hf                                 => diloco export needs --output
-plan --num-params 1e9                              => diloco plan needs --num-layers
-plan --num-params 1B --num-layers 24               => --num-params takes a number, not '1B'
+plan                                               => diloco plan needs a model, a speed and a link
+plan --num-params 1e9                              => diloco plan needs --link
+plan --num-params 124M --link 20Mbit               => the speed of a replica once: --step-seconds, such as
+plan --num-params 124Q --link 20Mbit               => takes a number such as 124M, 1.3B or 1e9, not '124Q'
+plan --num-params 124M --link 20                   => --link takes a rate with its unit, such as 20Mbit, 1Gbit
+plan --measure tiny --link 1Gbit 1Gbit 1Gbit       => or one for each of 2 replicas
 simulate bandwidth SIZE                            => diloco simulate bandwidth needs --method
 train tiny --optimizer.beta1 x                     => --optimizer.beta1 takes a number, not 'x'
 train tiny --diloco.overlap-steps x                => --diloco.overlap-steps takes a whole number, not 'x'
@@ -72,15 +78,16 @@ eval nowhere --limit 5                             => --limit=5 means nothing wi
 eval nowhere                                       => nowhere holds no run
 export nowhere --to hf --output x                  => nowhere holds no run
 generate nowhere                                   => nowhere holds no run: nowhere/config.json is missing
-chat                                               => diloco chat needs RUN (diloco chat --help)
+chat                                               => needs RUN: a run's directory, such as runs/first, or the URL
 report nowhere                                     => nowhere holds no run
 report results.csv                                 => results.csv is neither a run's directory nor an exp
 report                                             => name a run's directory, or an experiment's CSV
 watch                                              => name a run's directory, a directory of runs, or a store
+watch nowhere                                      => nowhere holds no run: nowhere/config.json is missing
 watch x --every-seconds 0                          => --every-seconds=0.0 must be above 0
 watch x --every-seconds inf                        => --every-seconds=inf must be above 0 and at most 86400
 watch x --port 8080                                => --port=8080 means nothing without --serve
-watch x --serve --port 99999                       => --port=99999 can't be used
+watch x --address 0.0.0.0                          => --address=0.0.0.0 means nothing without --serve
 store check ftp://host/run                         => ftp://host/run: give a directory, or s3://bucket/prefix
 store check /none/run                              => /none does not exist: make it, or mount it, first
 store check . --racers 1                           => --racers=1 must be at least 2
@@ -93,11 +100,11 @@ keys allow . KEY                                   => holds no run
 keys allow ftp://x/y KEY                           => ftp://x/y: give a directory, or s3://bucket/prefix
 keys show nowhere                                  => the key nowhere can't be read: No such file
 
-plan --num-params 1 --num-layers 1 --link-gbit-s 1 --step-seconds -1 => --step-seconds must be above 0
-plan SIZE --link-gbit-s 1 --batch-tokens 0         => --batch-tokens must be above 0 and finite, not 0.0
-plan SIZE --link-gbit-s 1 --batch-tokens 1e-300    => --batch-tokens=1e-300 is too small for --num-tokens=2e+10
-plan SIZE --link-gbit-s 1 --num-tokens -1e10       => --num-tokens must be above 0 and finite
-plan SIZE --link-gbit-s 1 --num-tokens 2e7         => --num-tokens=20000000, --batch-tokens=2097152 make
+plan --num-params 1 --num-layers 1 --link 1Gbit --step-seconds -1 => --step-seconds must be above 0
+plan SIZE --link 1Gbit --batch-tokens 0         => --batch-tokens must be above 0 and finite, not 0.0
+plan SIZE --link 1Gbit --batch-tokens 1e-300    => --batch-tokens=1e-300 is too small for --num-tokens=2e+10
+plan SIZE --link 1Gbit --num-tokens -1e10       => --num-tokens must be above 0 and finite
+plan SIZE --link 1Gbit --num-tokens 2e6            => --num-tokens=2000000, --batch-tokens=262144 make
 plan --measure=tiny --target 2                     => --target must be above 0 and below 1, not 2.0
 plan --measure tiny --diloco.wire int8             => --diloco.wire=int8: the plan chooses it
 plan --measure tiny --diloco.offsets 1 2           => --diloco.offsets=(1, 2): the plan chooses it
@@ -146,23 +153,107 @@ simulate bandwidth SIZE OVERLAPPED --preset paper --seed 3          => --seed=3 
 simulate bandwidth SIZE OVERLAPPED --preset paper --step-variation 0.1 => --step-variation=0.1 means nothing to
 simulate bandwidth SIZE OVERLAPPED --preset paper --offsets 0 1     => --offsets=(0, 1) means nothing to
 simulate bandwidth SIZE OVERLAPPED --preset paper --num-replicas 2  => --num-replicas=2 means nothing to
-simulate utilization SIZE OVERLAPPED --preset paper --link-gbit-s 1 2 => --link-gbit-s=(1.0, 2.0) with --preset
+simulate utilization SIZE OVERLAPPED --preset paper --link 1Gbit 2Gbit => --link with --preset=paper, which has one
 simulate timeline --preset paper --step-seconds 1 2 => which has one replica: give one number
 simulate timeline --num-steps 0                    => --num-steps must be from 1 to 1000 in a timeline, not 0
 simulate timeline --step-variation 1               => a timeline has steps of one duration
-simulate timeline --link-gbit-s -1                 => --link-gbit-s must be above 0 and finite, not -1.0
-simulate timeline --preset paper --link-gbit-s nan => --link-gbit-s must be above 0 and finite
+simulate timeline --link 0Mbit                     => --link must be above 0 and finite, not 0.0
+simulate timeline --preset paper --link -1Gbit     => --link takes a rate with its unit, such as 20Mbit
 simulate timeline --method data_parallel           => --method=data_parallel has a timeline with --preset=paper
 simulate pictures --figures loss                   => 'loss' is not a figure: choose from fragment_patterns
 simulate WALL_CLOCK --overlap-steps 5              => --overlap-steps=5, but --num-replicas=0 is Data-Parallel
 simulate WALL_CLOCK --batch-tokens 1e-308 --json   => the result is no finite number
 simulate step-seconds --num-params 0 --batch-tokens 1e6 --num-chips 64 --flops-per-chip 4e14 --mfu 1 => above 0
 """
+FOREIGN = r"""
+run tiny                              => there is no command 'run': type diloco train tiny (
+tiny --seed 3                         => type diloco train tiny --seed 3 (
+'train tiny'                          => type it without quotes, diloco train tiny
+diloco train tiny                     => type diloco train tiny (
+torchrun --nproc-per-node 2           => type diloco train RECIPE, or torchrun … -m diloco train RECIPE
+resume runs/a                         => type diloco train --resume runs/a (
+stop                                  => type Ctrl-C in the terminal of the run; diloco train --resume RUN
+serve runs/a                          => type diloco chat runs/a --serve to talk to its model, or
+ls                                    => type diloco watch runs, or diloco watch runs --serve for a page
+tensorboard --logdir runs             => type diloco watch runs, or
+sample runs/a                         => type diloco generate runs/a (
+evaluate runs/a                       => type diloco eval runs/a (
+join s3://bucket/run                  => type diloco train --rendezvous s3://bucket/run --name NAME
+help train                            => type diloco train --help
+text.jsonl                            => a command comes before a file, as in diloco watch text.jsonl
+-v                                    => unknown flag -v: did you mean --version?
+-help                                 => unknown flag -help: did you mean --help?
+train ./text.jsonl                    => type diloco train laptop --data.train ./text.jsonl
+train 124M                            => the sizes about it are 90m and 180m; a model of transformers is named
+train 35M                             => did you mean 35m?
+train --recipe tiny                   => begins with a recipe, not '--recipe': type diloco train tiny
+train --config tiny                   => --config=tiny is a recipe, which stands alone: type diloco train tiny
+train lr=1e-3                         => type diloco train laptop --optimizer.learning-rate 1e-3
+train config/gpt2.py                  => type diloco train --config FILE, a .toml file or
+train tiny lr=1e-3                    => 'lr=1e-3': a setting is a flag: --optimizer.learning-rate 1e-3
+train tiny ++diloco.sync_every=5      => a setting is a flag: --diloco.sync-every 5
+train tiny max_steps=5                => in tokens: --num-tokens 2560
+train tiny --set x=1                  => each setting has a flag of its own, such as --diloco.sync-every 5
+train tiny —seed 3                    => a flag begins with two hyphens: --seed
+train tiny -- --seed 3                => leave out the -- before --seed
+train tiny -num-replicas 2            => did you mean --num-replicas?
+train tiny --global-batch 64 --gradient-accumulation-steps 4 => --micro-batch 8 (
+train tiny --grad_accum_steps=3       => --micro-batch 2 (
+train tiny --gradient-accumulation-steps many => not the passes: --micro-batch MICRO_BATCH
+train tiny --warmup_ratio 0.1         => the warm-up is given in steps: --optimizer.warmup-steps 6
+train tiny --sync-every 500           => unknown flag --sync-every: did you mean --diloco.sync-every?
+train tiny --diloco.H 10              => did you mean --diloco.sync-every?
+train tiny --alpha 0.5                => did you mean --diloco.mixing?
+train tiny --tau 1                    => did you mean --diloco.overlap-steps?
+train tiny --outer-lr 0.4             => did you mean --diloco.outer-learning-rate?
+train tiny --batch-size 16            => did you mean --global-batch?
+train tiny --output_dir out           => did you mean --runs?
+train tiny --model gpt2               => did you mean --model.hf?
+train tiny --dataset text.jsonl       => did you mean --data.train?
+train tiny --store s3://bucket/run    => did you mean --rendezvous?
+train tiny --replicas 3               => did you mean --num-replicas?
+train tiny --bf16                     => type --precision bf16, auto or fp32
+train tiny --precision fp16           => not 'fp16': did you mean bf16?
+train tiny --compile=True             => --compile takes no value: leave 'True' out, or type --no-compile
+train tiny --device cuda:0            => not 'cuda:0': did you mean cuda?
+train tiny --method data-parallel     => did you mean data_parallel?
+train tiny --method fedavg            => did you mean diloco?
+train tiny --diloco.wire fp4          => 'fp4' is not a codec: did you mean e3m0?
+train tiny --wandb                    => type --trackers wandb
+train tiny --optimizer adamw          => the inner optimizer is AdamW, set by --optimizer.learning-rate and
+train tiny --num-workers 4            => leave it out; replicas are set by --num-replicas
+train tiny --nnodes 2                 => torchrun takes these flags: torchrun … -m diloco train …; or each machine
+watch runs --host 0.0.0.0               => unknown flag --host: did you mean --address?
+train tiny --log-every 10             => every step is in metrics-0.jsonl: leave it out
+train tiny --fsdp                     => did you mean --shards-per-replica?
+train tiny --bogus                    => unknown flag --bogus (diloco train tiny --help
+train tiny --rendezvous bucket/run    => does not exist: make it, or mount it, first; a bucket is s3://bucket/prefix
+train tiny --rendezvous s3:/bucket/x  => a bucket's URL has two slashes: s3://bucket/prefix
+train tiny --data.train wikitext      => or hf:wikitext for that data set of the Hugging Face Hub
+eval runs/a piqa                      => 'piqa' is not expected here: type --tasks piqa
+eval --model runs/a                   => RUN stands without a flag: diloco eval runs/a
+export runs/a --format hf             => unknown flag --format: did you mean --to?
+export runs/a --to gguf               => not 'gguf': did you mean hf?
+store ls                              => diloco store has no 'ls': did you mean status?
+keys generate                         => diloco keys has no 'generate': did you mean new?
+data tokenize                         => did you mean prepare?
+plan 124M                             => diloco plan needs --num-params: type --num-params 124M
+plan tiny                             => a recipe is measured: type diloco plan --measure tiny --link 20Mbit
+plan --params 124M                    => did you mean --num-params?
+plan --num-params 124M --link-mbit-s 20 => unknown flag --link-mbit-s: did you mean --link?
+simulate bandwidth SIZE --method ddp  => did you mean data_parallel?
+"""
+"""Habits of users of nanochat, nanoGPT, torchtune, transformers, torchtitan, Lightning, Hydra and torchft."""
 OF_A_RUN = """
 train laptop --resume RUN                          => was started with recipe=tiny, and now laptop is asked for
 export RUN --to hf --output x --push-to-hub me/it  => --push-to-hub=me/it, but HF_HUB_OFFLINE forbids to ask
 generate RUN --top-k 0                             => --top-k=0 must be at least 1
+watch RUN --serve --port 99999                     => --port=99999 can't be used
+watch RUN --serve --address 192.0.2.7 --port 8080  => --port=8080 of --address=192.0.2.7 can't be used
 chat RUN --max-tokens 0                            => --max-tokens=0 must be at least 1
+chat RUN --port 8765                               => --port=8765 means nothing without --serve
+chat RUN --serve --max-tokens 2000                 => --max-tokens=2000 must be at most 1000 on a page
+chat RUN --serve --top-k 0                         => --top-k=0 must be at least 1
 eval RUN --data nowhere.jsonl                      => nowhere.jsonl can't be read: No such file
 """
 OF_A_STORE = """
@@ -205,7 +296,7 @@ def write_files(folder: Path, corpus: Path) -> None:
     write_key(folder / "key")
 
 
-@pytest.mark.parametrize(("command", "words"), rows(REFUSALS))
+@pytest.mark.parametrize(("command", "words"), rows(REFUSALS + FOREIGN))
 def test_a_mistake_is_one_sentence(command, words, small_corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DILOCO_KEY", "key")
@@ -213,8 +304,19 @@ def test_a_mistake_is_one_sentence(command, words, small_corpus, tmp_path, monke
     before = {path.name for path in tmp_path.iterdir()}
     for name, text in WORDS.items():
         command = command.replace(name, text)
-    assert words in refusal(capsys, *command.split())
+    assert words in refusal(capsys, *shlex.split(command))
     assert {path.name for path in tmp_path.iterdir()} <= before | {"data"}
+
+
+def test_what_stands_in_the_place_of_foreign_words_exists():
+    """Each setting has a flag of a verb, and each flag and verb in a sentence is one."""
+    commands = (train.Command, chat._chat, plan._plan_described, generate._generate, export._export)
+    fields = {name for command in commands for name in fields_of(command)}
+    assert {*_foreign.NAMES} | {*_foreign.VALUES} <= fields
+    for text in (*_foreign.SENTENCES.values(), *_foreign.COMMANDS.values()):
+        names = {field_of(name) for name in re.findall(r"--[a-z][a-z.-]*", text)}
+        assert names <= fields | {"help", "version", "serve", "to", "train", "output"}, text
+        assert {*re.findall(r"diloco ([a-z]+)", text)} <= {*verbs()}, text
 
 
 @pytest.mark.parametrize(("typed", "sentence"), rows_of_the_page())

@@ -53,13 +53,13 @@ def test_links_give_a_utilization(capsys):
     needed = bandwidth(capsys, "--method", "streaming_overlapped_fp4", "--targets", "0.9")["gbit_s"]["0.9"]
     before = GBIT_S[np.flatnonzero(needed == GBIT_S)[0] - 1]
     for more in ([], ["--num-replicas", "3"]):
-        assert 0 < utilization(capsys, "--link-gbit-s", "0.001", *more) < 0.5
-    assert utilization(capsys, "--link-gbit-s", str(needed)) >= 0.9
-    assert utilization(capsys, "--link-gbit-s", str(before)) < 0.9
-    assert utilization(capsys, "--link-gbit-s", str(before), str(needed)) < 0.9
-    assert utilization(capsys, "--link-gbit-s", "1e5") == 1
-    assert 0 < utilization(capsys, "--link-gbit-s", "1", "--preset", "paper") < 1
-    shown = printed(capsys, *("simulate", "utilization", *RUN, "--method", "diloco", "--link-gbit-s", "1e4"))
+        assert 0 < utilization(capsys, "--link", "1Mbit", *more) < 0.5
+    assert utilization(capsys, "--link", f"{needed}Gbit") >= 0.9
+    assert utilization(capsys, "--link", f"{before}Gbit") < 0.9
+    assert utilization(capsys, "--link", f"{before}Gbit", f"{needed}Gbit") < 0.9
+    assert utilization(capsys, "--link", "100Tbit") == 1
+    assert 0 < utilization(capsys, "--link", "1Gbit/s", "--preset", "paper") < 1
+    shown = printed(capsys, *("simulate", "utilization", *RUN, "--method", "diloco", "--link", "1e4Gbit"))
     assert shown == "compute utilization 99.97%\n"
 
 

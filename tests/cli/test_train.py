@@ -16,7 +16,7 @@ from tests.training.runs import command
 
 from diloco.cli import train
 from diloco.cli.main import main
-from diloco.cli.train import resume_command
+from diloco.cli.train import meeting_line, resume_command
 from diloco.data.shards import INDEX_FILE, write_record
 from diloco.training.config.config import with_value
 from diloco.training.config.recipes import recipe
@@ -79,6 +79,25 @@ def test_under_torchrun_each_machine_has_its_own_command():
     assert resume_command(CONFIG, environment) == expected
 
 
+@pytest.mark.parametrize(
+    ("changes", "environment", "line"),
+    [
+        ({}, {}, ""),
+        ({}, {"RANK": "1"}, "replica 1 of 2, which meets replica 0 at host, port 29500, for up to 600 s"),
+        ({}, {"RANK": "0"}, "replica 0 of 2, which waits for the others at host, port 29500, for up to 600 s"),
+        (
+            {"shards_per_replica": 2, "timeout_seconds": 9.0},
+            {"RANK": "2"},
+            "process 0 of replica 1 of 2, which meets process 0 of replica 0 at host, port 29500, for up to 9 s",
+        ),
+        ({"rendezvous": "s3://bucket/run"}, {"RANK": "0"}, "a replica, in the store s3://bucket/run"),
+    ],
+)
+def test_a_machine_says_first_whom_it_meets(changes, environment, line):
+    address = {"MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+    assert meeting_line(replace(CONFIG, **changes), environment | address) == (line and f"start {line}")
+
+
 @pytest.mark.parametrize("flags", [["--name", "one"], ["--resume", "RUN"]])
 def test_a_run_that_is_being_trained_is_not_started_again(flags, finished_run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -124,7 +143,7 @@ def interrupted(folder: Path, after: str) -> tuple[int, str]:
     [
         ("import", "diloco: interrupted\n"),
         ("start", "diloco: "),
-        ("step", "diloco: stopped by SIGINT; go on with: "),
+        ("step", "diloco: stopped by SIGINT: every replica has saved step "),
     ],
 )
 def test_ctrl_c_ends_a_run_soon_and_with_one_line(tmp_path, small_corpus, after, sentence):

@@ -1,5 +1,9 @@
 """The end of a run: fragments that were never sent are named, or flushed."""
 
+import gc
+import re
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -51,9 +55,77 @@ def test_a_loop_whose_inner_steps_were_never_counted_is_told_so():
     engine.attach(optimizer)
     for _ in range(16):
         optimizer.second_step()
-    with pytest.warns(UserWarning, match=r"no inner step was counted.*whose step\(\) your loop calls") as own:
+    with pytest.warns(UserWarning, match=r"no inner step was counted.*whose step\(\) it calls") as own:
         engine.finish()
     assert own[0].filename == __file__
+
+
+LOST = r"an engine ends after 3 inner steps without finish\(\): .* add engine.finish\(\) after the loop"
+UNCOUNTED = "an engine ends whose model was trained, and no inner step was counted: add engine.attach.*"
+
+
+def evaluate(engine: diloco.StreamingDiLoCo) -> None:
+    with engine.outer_parameters_applied():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "counted", "end", "warning"),
+    [
+        (3, "by step()", None, LOST),
+        (3, "by attach()", None, LOST),
+        (3, "never", None, UNCOUNTED),
+        (3, "never", evaluate, UNCOUNTED),
+        (0, "never", None, None),
+        (0, "never", evaluate, None),
+        (3, "by step()", evaluate, LOST),
+        (3, "by step()", diloco.StreamingDiLoCo.finish, None),
+        (3, "by step()", diloco.StreamingDiLoCo.state_dict, None),
+        (3, "never", lambda engine: engine.load_state_dict(engine.state_dict()), None),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:after 3 inner steps fragment")
+def test_an_engine_that_ends_with_work_that_is_lost_says_which_line_the_loop_lacks(
+    num_steps, counted, end, warning, caplog
+):
+    def loop() -> None:
+        model = torch.nn.Linear(3, 1)
+        engine = diloco.StreamingDiLoCo(model, fragments="whole", exchange=diloco.LoopbackExchange())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if counted == "by attach()":
+            engine.attach(optimizer)
+        for _ in range(num_steps):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            if counted == "by step()":
+                engine.step()
+        if end is not None:
+            end(engine)
+
+    gc.collect()
+    caplog.clear()
+    loop()
+    gc.collect()
+    assert [re.fullmatch(warning, line) is not None for line in caplog.messages] == ([True] if warning else [])
+
+
+SCRIPT = """
+import torch, diloco
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+engine = diloco.StreamingDiLoCo(model, fragments="whole", exchange=diloco.LoopbackExchange())
+engine.attach(optimizer)
+for _ in range(3):
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("end", "errors"), [("", LOST), ("1 / 0", "Traceback .*ZeroDivisionError[^\n]*")])
+def test_a_program_that_ends_says_so_once_and_not_after_an_error(end, errors):
+    done = subprocess.run([sys.executable, "-c", SCRIPT + end], capture_output=True, text=True, timeout=100)
+    assert re.fullmatch(f"{errors}\n", done.stderr, re.DOTALL), done.stderr
 
 
 def flush() -> dict:

@@ -4,7 +4,8 @@ from tests.rendezvous.cases import Log
 from tests.rendezvous.handwritten import Handwritten
 
 from diloco.rendezvous.contract import Form
-from diloco.rendezvous.log.entries import Leave
+from diloco.rendezvous.log.entries import Close, Leave
+from diloco.rendezvous.prices import Traffic
 from diloco.rendezvous.status import Look, status_of
 from diloco.wire import codec
 
@@ -25,10 +26,10 @@ def test_a_look_shows_who_takes_part_and_what_it_moved(tmp_path) -> None:
     assert [r.tokens for r in status.replicas] == [400, 600, 140] and status.tokens == 1140
     assert [r.steps for r in status.replicas] == [16, 16, 8]
     assert status.contributors == (2 * 2 + 2 * 2 + 4 * 3) / 8
-    # 8 payloads each of a and b, and 4 of c that were counted; the other two read each.
+    # 8 payloads each of a and b, and 4 of c that were counted. Before c joined, 4 were read by one other replica.
     sizes = [run.codec.payload_bytes(len(outer_N)) for outer_N in run.outer]
     assert status.traffic.bytes_up == 20 * sum(sizes) / 2
-    assert status.traffic.bytes_down == 2 * status.traffic.bytes_up
+    assert status.traffic.bytes_down == (4 * 1 + 16 * 2) * sum(sizes) / 2
     assert status.traffic.creates == run.state.number + 20
 
 
@@ -44,7 +45,24 @@ def test_of_shares_headers_and_averages_are_read_by_all_and_each_share_by_one():
     assert traffic.bytes_down == (num_payloads - num_steps) * payload + 2 * num_steps * average + in_headers
     assert traffic.creates == log.state.number + num_payloads * (1 + 3) + num_steps * 3
     shares = 3 * (num_payloads - num_steps) + 3 * 2 * num_steps
-    assert traffic.gets == 3 * log.state.number + 2 * num_payloads + shares
+    assert traffic.gets == (0 + 1 + 2) + 3 * num_steps + 2 * num_payloads + shares  # a joiner reads what follows
+
+
+def test_what_was_moved_before_replicas_left_or_were_replaced_still_counts():
+    form = Form(codec=codec("fp32"), sizes=(500,), seed=0)
+    payload, log = form.share_bytes(0), Log(num_fragments=1).join("a", "b", "c").rounds(4, 0, 1, 2)
+    gets = (0 + 1 + 2) + 4 * (3 + 3 * 2)
+    expected = Traffic(creates=4 + 4 + 12, gets=gets, bytes_up=12 * payload, bytes_down=24 * payload)
+    assert status_of(log.state, form, num_slots=1).traffic == expected
+    for replica in (1, 2):
+        log.add(Leave(finished=False), replica)
+    log.join("a").rounds(2, 3)  # in the place of the first a; the others are gone
+    alone = Traffic(creates=3 + 2 + 2, gets=3 + 2 + 1 + 2, bytes_up=2 * payload, bytes_down=0)
+    assert status_of(log.state, form, num_slots=1).traffic == expected + alone
+    log.add(Leave(finished=True), 3)
+    log.add(Close(outer=("0" * 16,)), 3)
+    end = Traffic(creates=2, gets=1, bytes_up=0, bytes_down=0)
+    assert status_of(log.state, form, num_slots=1).traffic == expected + alone + end
 
 
 def test_a_later_look_reads_what_is_new_and_nothing_else(tmp_path) -> None:

@@ -4,23 +4,30 @@ import html
 import json
 import os
 import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from tests.browser import DESK, PHONE, needs_chromium, opened_page
 from tests.experiments.papers.made_up import made_up
 
+from diloco.cli._command import train_command
 from diloco.cli.main import main
+from diloco.cli.train import _parsed as parsed
 from diloco.experiments.papers import experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.rows import write_rows
+from diloco.report.setup import moment
 from diloco.report.sources import Sources
 from diloco.report.text import differing_settings, shown_names
 from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import Budget
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.records.metrics import read_metrics
+from diloco.training.records.runs import read_asked
 
 EVIL = "$x$ & </script><script>document.title=1<"
 EXPERIMENTS = ("compression", "evaluated_parameters", "scaling")
@@ -63,7 +70,7 @@ def run(file) -> dict:
 
 
 def test_the_file_is_the_page_of_the_same_moment_and_loads_nothing(file, finished_run):
-    sources = Sources([str(finished_run)])
+    sources = Sources([str(finished_run)], command_of=train_command)
     sources.again()
     assert content(file)["sections"][:1] == json.loads(sources.page().as_json())["sections"]
     text = file.read_text()
@@ -73,22 +80,47 @@ def test_the_file_is_the_page_of_the_same_moment_and_loads_nothing(file, finishe
 
 def test_the_facts_are_those_of_the_files(run, finished_run):
     summary = json.loads((finished_run / "summary.json").read_text())
-    steps, facts = [read_metrics(finished_run, replica) for replica in (0, 1)], run["facts"]
+    facts = run["facts"]
     loss, error = (float(number) for number in facts["held-out loss"].split(" ± "))
     assert loss == pytest.approx(summary["eval_loss"], abs=5e-5)
     assert error == pytest.approx(summary["eval_standard_error"], abs=5e-5)
-    assert float(facts["compute utilization"].rstrip("%")) / 100 == pytest.approx(
-        summary["compute_utilization"], abs=6e-4
-    )
     sent = float(facts["sent per replica"].removesuffix(" MB")) * 1e6
     assert sent == pytest.approx(summary["bytes_sent_per_replica"], abs=5e3)
-    training_loss = sum(step.loss for each in steps for step in each[114:]) / 12  # 5 % of 120 steps
-    assert float(facts["training loss, last 5 %"]) == pytest.approx(training_loss, abs=5e-5)
     speed = float(facts["tokens/s"].replace(",", ""))
     assert speed == pytest.approx(summary["tokens_per_second"], abs=0.51)
     names = ("step", "tokens", "parameters", "outer hash", "H", "replicas")
     params, hash_ = f"{summary['num_params']:,}", summary["outer_hash"][:16]
     assert [facts[name] for name in names] == ["120 of 120", "61,440", params, hash_, "10", "2"]
+
+
+def test_one_thing_has_one_number_and_one_name_wherever_it_is_shown(run, finished_run, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    steps = [read_metrics(finished_run, replica) for replica in (0, 1)]
+    loss = fmean(fmean(step.loss for step in each[114:]) for each in steps)  # 5 % of 120 steps
+    utilization = fmean(
+        1 - sum(step.blocked_seconds for step in each) / sum(step.step_seconds for step in each) for each in steps
+    )
+    words = {
+        "training loss": (f"{loss:.4f}", "mean of the last 5 % of steps"),
+        "compute utilization": (f"{utilization:.1%}", "mean of all steps"),
+    }
+    main(["watch", str(finished_run)])
+    watched = capsys.readouterr().out
+    trained = (finished_run.parents[1] / "printed.txt").read_text()
+    sources = Sources([str(finished_run)])
+    sources.again()
+    (served,) = json.loads(sources.page().as_json())["sections"]
+    for name, (number, meaning) in words.items():
+        for printed in (trained, watched):  # the terminal that trains, and the one that watches
+            assert re.findall(rf"^ ?{name} +(\S.*?) *$", printed, re.M) == [f"{number}, {meaning}"]
+        for section in (served, run):  # the live page, and the report
+            assert section["facts"][name] == f"{number}, {meaning}"
+            chart = charts_of(section)[name.capitalize()]
+            assert [series["value"] for series in chart["series"] if series["label"] == "mean"] == [number]
+            assert meaning in chart["about"]
+    held_out = run["facts"]["held-out loss"]
+    assert re.findall(r"^held-out loss +(.*)$", trained, re.M) == [held_out]
+    assert charts_of(run)["Held-out loss"]["series"][-1]["value"] == held_out.split()[0]
 
 
 def test_the_curves_are_those_of_the_metrics(run, finished_run):
@@ -97,14 +129,10 @@ def test_the_curves_are_those_of_the_metrics(run, finished_run):
     charts = charts_of(run)
     for series, steps in zip(charts["Training loss"]["series"], (first, other), strict=False):
         assert series["points"] == [[step.tokens, pytest.approx(step.loss, rel=1e-4)] for step in steps]
-    mean = charts["Training loss"]["series"][-1]
-    assert f"{mean['value']:.4f}" == run["facts"]["training loss, last 5 %"]
     assert charts["Held-out loss"]["series"][-1]["points"][-1] == [
         summary["num_tokens"],
         pytest.approx(summary["eval_loss"], rel=1e-4),
     ]
-    utilization = charts["Compute utilization"]["series"][0]
-    assert utilization["value"] == pytest.approx(summary["compute_utilization"])
     own, data_parallel = charts["Bytes sent by a replica"]["series"]
     assert own["points"][-1][1] == pytest.approx(summary["bytes_sent_per_replica"], rel=1e-4)
     each = ring_all_reduce_bytes(summary["num_params"], 2)
@@ -122,6 +150,40 @@ def test_the_curves_are_those_of_the_metrics(run, finished_run):
     for lane, fragment in zip(lanes[::2], range(3), strict=True):
         bars = [[outer.sent_step, merged] for outer, merged in merges if outer.fragment == fragment]
         assert lane["bars"] == [bar for bar in bars if bar[0] <= 10 + 2 * 10]
+
+
+def test_the_result_comes_first_and_the_command_makes_the_run_again(run, finished_run):
+    summary = json.loads((finished_run / "summary.json").read_text())
+    factor = summary["data_parallel_bytes_per_replica"] / summary["bytes_sent_per_replica"]
+    assert run["headline"] == (
+        f"57.8k parameters, 2 replicas: held-out loss {summary['eval_loss']:.3g} after 61.4k tokens, "
+        f"{factor:.0f}× fewer bytes than Data-Parallel"
+    )
+    assert run["main"][0] == "held-out loss" and {*run["main"]} > {"sent per replica", "tokens/s"}
+    setup = run["setup"]
+    assert list(setup) == ["command", "date", "machine", "data", "model", "batch", "learning rate"]
+    assert setup["machine"].startswith(summary["machine"]) and re.search(r" \d+ cores, ", setup["machine"])
+    assert setup["date"] == moment((finished_run / "metrics-0.jsonl").stat().st_mtime)
+    assert "text.jsonl, " in setup["data"] and "tokenizer bytes" in setup["data"]
+    assert setup["learning rate"] == "warm-up of 12 steps up to 0.004, then a cosine to 5%"
+    program, verb, *words = shlex.split(setup["command"])
+    asked, (command, budget) = read_asked(finished_run), parsed(words)
+    assert (program, verb, budget) == ("diloco", "train", Budget(asked.num_tokens, "tokens"))
+    data = replace(command.config.data, prepared=asked.data.prepared)
+    assert replace(command.config, runs=asked.runs, data=data, num_tokens=asked.num_tokens) == asked
+
+
+def test_texts_that_the_model_wrote_are_shown_as_they_are(finished_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run, ignore=shutil.ignore_patterns("checkpoints"))
+    texts = [{"prompt": "The", "text": f" {EVIL}\n"}, {"prompt": "", "text": "…"}]
+    (run / "samples.json").write_text(json.dumps(texts))
+    assert reported(tmp_path, run)["sections"][0]["samples"] == texts
+    assert EVIL not in (tmp_path / "report.html").read_text()
+    for damaged in ("{", '[{"prompt": 3, "text": ""}]', '{"prompt": "", "text": ""}', "[" * 5000):
+        (run / "samples.json").write_text(damaged)
+        (sample,) = reported(tmp_path, run)["sections"][0]["samples"]
+        assert "samples.json can't be read" in sample["text"]
 
 
 def test_an_experiment_has_its_verdict_its_panels_and_its_rows(file):
@@ -189,7 +251,12 @@ def test_several_runs_are_compared_at_the_top(finished_run, tmp_path):
     assert [run["title"] for run in runs] == ["streaming, learning_rate=0.004", "other, learning_rate=0.25"]
     columns = dict(zip(compared["table"]["columns"], zip(*compared["table"]["rows"], strict=True), strict=True))
     assert (columns["run"], columns["learning_rate"]) == (("streaming", "other"), ("0.004", "0.25"))
-    assert columns["held-out loss"][1].startswith("9.2500") and len({*columns["training loss, last 5 %"]}) == 1
+    names = [*columns]
+    assert names[:4] == ["run", "state", "step", "held-out loss"] and names[-1] == "learning_rate"
+    assert compared["table"]["colors"] == [0, 1] == [one["color"] for one in runs]
+    assert compared["headline"] == f"Lowest held-out loss: streaming, {summary['eval_loss']:.4g}; then other 9.25"
+    assert columns["held-out loss"][1].startswith("9.2500")
+    assert len({*columns["training loss, mean of the last 5 % of steps"]}) == 1
     held_out = charts_of(compared)["Held-out loss"]["series"]
     assert [(series["label"], series["points"][-1][1]) for series in held_out if not series["thin"]] == [
         ("learning_rate=0.004", pytest.approx(summary["eval_loss"], rel=1e-4)),

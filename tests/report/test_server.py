@@ -2,12 +2,14 @@
 
 import http.client
 import json
+import re
 import shutil
 import socket
 import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from tests.browser import DESK, PHONE, needs_chromium, opened_page
@@ -52,8 +54,8 @@ def serve() -> Iterator:
     """A function that serves sources, and returns the server."""
     servers = []
 
-    def start(*sources: Path) -> LiveServer:
-        servers.append(LiveServer(Sources(list(map(str, sources))), title=f"runs {EVIL}"))
+    def start(*sources: Path, address: str = "127.0.0.1") -> LiveServer:
+        servers.append(LiveServer(Sources(list(map(str, sources))), title=f"runs {EVIL}", address=address))
         threading.Thread(target=servers[-1].serve, daemon=True).start()
         return servers[-1]
 
@@ -62,10 +64,14 @@ def serve() -> Iterator:
         server.close()
 
 
+def port_of(server: LiveServer) -> int:
+    return urlsplit(server.url).port or 0
+
+
 def answer(
     server: LiveServer, path: str, method: str = "GET", **headers: str
 ) -> tuple[http.client.HTTPResponse, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", int(server.url.split(":")[2].strip("/")), timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port_of(server), timeout=20)
     connection.request(method, path, headers=headers)
     response = connection.getresponse()
     content = response.read().decode()
@@ -88,7 +94,7 @@ def test_the_page_has_the_curves_and_the_facts_of_every_run(runs, serve, finishe
     assert float(whole["facts"]["held-out loss"].split()[0]) == pytest.approx(summary["eval_loss"], abs=5e-5)
     charts = {chart["title"].partition(",")[0]: chart["series"] for chart in compared["charts"]}
     assert list(charts) == [
-        *("Training loss", "Held-out loss", "Tokens/s of all replicas", "Compute utilization"),
+        *("Training loss", "Held-out loss", "Speed of all replicas", "Compute utilization"),
         *("Sent by a replica", "Merged by a replica"),
     ]
     means = [series for series in charts["Held-out loss"] if not series["thin"]]
@@ -119,9 +125,48 @@ def test_the_page_of_a_store_follows_its_log(tmp_path, serve, monkeypatch):
         assert [y for _, y in chart["series"][0]["points"]] == numbers
 
 
+def test_a_store_has_progress_and_time_to_go_by_its_log_and_loss_by_its_replicas(tmp_path, finished_run):
+    run = Handwritten(tmp_path / "run", facts={"num_tokens": 2000})
+    run.train(2)
+    member = tmp_path / "member"
+    shutil.copytree(finished_run, member, ignore=shutil.ignore_patterns("checkpoints"))
+    config = json.loads((member / "config.json").read_text())
+    config["diloco"]["overlap_steps"] = 2
+    config |= {"num_replicas": 1, "rendezvous": str(run.directory)}
+    (member / "config.json").write_text(json.dumps(config))
+    alone, both = Sources([str(run.directory)]), Sources([str(run.directory), str(member)])
+    for sources in (alone, both):
+        sources.again()
+    run.train_on(4)
+    for sources in (alone, both):
+        sources.again()
+    tokens = run.state.tokens // 2
+    (store,) = alone.page().sections
+    assert store.part == tokens / 2000 and store.facts["part of the run"] == f"{tokens / 2000:.1%}"
+    assert store.eta == store.facts["ETA"] and re.fullmatch(r"\d+:\d\d", store.eta)
+    assert store.headline.startswith(
+        f"{tokens / 1000:g}k of 2k tokens counted in 8 outer steps; 3 replicas contributed"
+    )
+    assert any("log holds no losses" in note for note in store.notes)
+    store, replica = both.page().sections
+    assert [chart.title for chart in store.charts][:2] == ["Training loss", "Held-out loss"]
+    assert store.charts[0].series[-1].points == replica.charts[0].series[-1].points
+    assert not any("losses" in note for note in store.notes)
+    run.close()
+    alone.again()
+    (store,) = alone.page().sections
+    assert (store.part, store.eta, store.standing) == (1.0, "", "finished")
+    own = Handwritten(tmp_path / "own")  # another program's run has no budget
+    own.train(2)
+    without_budget = Sources([str(own.directory)])
+    without_budget.again()
+    (store,) = without_budget.page().sections
+    assert store.part is None and store.eta == "" and store.setup == {}
+
+
 def test_only_this_machines_own_pages_get_an_answer(runs, serve):
     server = serve(runs)
-    port = server.url.split(":")[2].strip("/")
+    port = port_of(server)
     for host in (f"127.0.0.1:{port}", f"LocalHost:{port}", "[::1]:9", "[::1]"):
         assert answer(server, "/", Host=host)[0].status == 200
     for host in (
@@ -137,9 +182,64 @@ def test_only_this_machines_own_pages_get_an_answer(runs, serve):
     policy = response.headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
     assert (content, response.headers["X-Content-Type-Options"]) == ("", "nosniff")
-    with socket.create_connection(("127.0.0.1", int(port))) as connection:  # without a Host
+    with socket.create_connection(("127.0.0.1", port)) as connection:  # without a Host
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
         assert b" 421 " in connection.recv(100)
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "status"),
+    [
+        ("/{token}/page.json", "127.0.0.1", 200),
+        ("/{token}/page.json", "localhost:9", 200),
+        ("/{token}/", "127.0.0.1", 200),
+        ("/{token}", "127.0.0.1", 200),  # as a phone's owner may type it
+        ("/page.json", "127.0.0.1", 404),
+        ("/", "127.0.0.1", 404),
+        ("//page.json", "127.0.0.1", 404),
+        ("/{other}/page.json", "127.0.0.1", 404),
+        ("/{token}x/page.json", "127.0.0.1", 404),
+        ("/{upper}/page.json", "127.0.0.1", 404),
+        ("/?{token}/page.json", "127.0.0.1", 404),
+        ("/%C3%A9/page.json", "127.0.0.1", 404),
+        ("{token}/page.json", "127.0.0.1", 404),
+        ("/{token}/config.json", "127.0.0.1", 404),
+        ("/{token}/../other/config.json", "127.0.0.1", 404),
+        ("/{token}/page.json", "evil.example", 421),
+        ("/{token}/page.json", "", 421),
+    ],
+)
+def test_other_devices_need_the_token_and_a_name_of_this_machine(opened, path, host, status):
+    token = urlsplit(opened.url).path.strip("/")
+    path = path.format(token=token, upper=token.upper(), other=f"{'b' if token[0] == 'a' else 'a'}{token[1:]}")
+    response, content = answer(opened, path, Host=host)
+    assert response.status == status
+    assert (status == 200) == ("sections" in content or "<title>" in content)
+    assert token not in content
+
+
+@pytest.fixture(scope="module")
+def opened(finished_run) -> Iterator[LiveServer]:
+    """A server on every address of the machine."""
+    server = LiveServer(Sources([str(finished_run)]), title=f"runs {EVIL}", address="0.0.0.0")
+    threading.Thread(target=server.serve, daemon=True).start()
+    yield server
+    server.close()
+
+
+def test_a_server_for_other_devices_has_a_long_token_of_its_own_and_names_the_machine(opened, serve, runs):
+    tokens = [urlsplit(one.url).path.strip("/") for one in (opened, serve(runs, address="0.0.0.0"))]
+    assert all(re.fullmatch("[a-z2-7]{16}", token) for token in tokens) and tokens[0] != tokens[1]
+    assert urlsplit(opened.url).hostname not in ("0.0.0.0", "", None) and opened.is_open
+    alone = serve(runs, address="localhost")
+    assert urlsplit(alone.url).path == "/" and not alone.is_open
+    assert answer(opened, f"/{tokens[0]}/", method="POST")[0].status == 501
+
+
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "192.0.2.7", "a b", "x" * 300])
+def test_an_address_of_another_machine_is_refused(address):
+    with pytest.raises(UserError, match=re.escape(f"address={address}")):
+        LiveServer(Sources([]), title="", address=address)
 
 
 def test_losses_that_overflow_when_they_are_added_up_leave_the_page_json(runs, serve):
@@ -165,7 +265,7 @@ def test_a_browser_that_goes_away_is_no_news(runs, serve, monkeypatch, capsys):
         return Page(note="", sections=[])
 
     monkeypatch.setattr(Sources, "page", late_page)
-    port = int(serve(runs).url.split(":")[2].strip("/"))
+    port = port_of(serve(runs))
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.sendall(b"GET /page.json HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
@@ -179,7 +279,7 @@ def test_a_browser_that_goes_away_is_no_news(runs, serve, monkeypatch, capsys):
 
 
 def test_a_port_that_is_taken_is_refused(runs, serve):
-    port = int(serve(runs).url.split(":")[2].strip("/"))
+    port = port_of(serve(runs))
     with pytest.raises(UserError, match=f"port={port} can't be used"):
         LiveServer(Sources([]), title="", port=port)
     with pytest.raises(UserError, match=r"port=99999 can't be used \(it must be below 65536\)"):
@@ -197,7 +297,9 @@ def test_a_browser_draws_a_run_while_it_goes_on(runs, serve, finished_run, tmp_p
     curve = "document.querySelector('figure path[stroke-width=\"1.8\"]').getAttribute('d').length"
     with opened_page(tmp_path / "profile") as page:
         page.open(serve(runs).url, size=PHONE)
-        page.wait_until("document.querySelectorAll('figure').length == 6 + 2 * 10")
+        page.wait_until(
+            "document.querySelectorAll('figure').length == 6 + 9 + 10"
+        )  # one held-out loss is no curve
         assert page.value(step) == "60 of 120"
         before = page.value(curve)
         grow(runs / EVIL, finished_run, 120)
@@ -213,7 +315,7 @@ def test_a_browser_draws_a_run_while_it_goes_on(runs, serve, finished_run, tmp_p
         assert page.value("document.querySelectorAll('h2')[1].textContent") == f"{EVIL}, learning_rate=0.25"
         assert page.value("document.querySelectorAll('img').length") == 0 and page.value("document.title") != "1"
         # What was folded stays so when there is news.
-        page.value("document.querySelectorAll('summary')[2].click()")
+        page.value("document.querySelectorAll('main > details > summary')[2].click()")
         page.wait_until("document.querySelectorAll('figure').length == 6 + 10")
         page.resize(DESK)
         page.wait_until("new Set([...document.querySelectorAll('figure')].map(f => f.offsetLeft)).size == 3")

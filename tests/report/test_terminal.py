@@ -11,8 +11,16 @@ from tests.simulator.cases import task, with_replicas
 from tests.training.test_metrics import metrics
 
 from diloco.data.config import DataConfig
+from diloco.data.prepare import PrepareProgress
+from diloco.report.terminal import training
 from diloco.report.terminal.tables import remedy_sentence
-from diloco.report.terminal.training import TrainingProgress, change_lines, forecast_lines, start_lines
+from diloco.report.terminal.training import (
+    TrainingProgress,
+    change_lines,
+    forecast_lines,
+    preparation_progress,
+    start_lines,
+)
 from diloco.simulator.planner import Task, feasible, remedy
 from diloco.training.config.forecast import forecast
 from diloco.training.config.recipes import recipe
@@ -75,21 +83,33 @@ def test_a_forecast_of_replicas_that_come_and_go_counts_no_bytes(asked, tmp_path
     assert syncs.startswith("syncs  H = 10") and last == "bytes  depend on how many replicas take part"
 
 
-def test_held_out_losses_are_printed_when_they_are_measured():
+@pytest.mark.parametrize(("rank", "name"), [(0, "replica 0  "), (1, "replica 1  ")])
+def test_held_out_losses_are_printed_when_they_are_measured(rank, name):
     output = io.StringIO()
     config = replace(recipe("tiny"), num_tokens=5 * recipe("tiny").tokens_per_step)
-    progress = TrainingProgress(config, Console(file=output))
+    progress = TrainingProgress(config, Console(file=output), rank=rank)
     for step in range(1, 6):
         tokens = step * config.tokens_per_step
         progress(replace(metrics(step), tokens=tokens, eval_loss=3 - step / 10 if step % 2 == 0 else None))
     progress.close()
     *evaluated, last = output.getvalue().splitlines()
-    of_replica = "of replica 0's share of the text"
+    of_replica = f"of replica {rank}'s share of the text"
     assert evaluated == [
         f"step 2  held-out loss 2.8000 {of_replica}",
         f"step 4  held-out loss 2.6000 {of_replica}",
     ]
-    assert last.startswith("step 5/5  loss 2.000  held-out 2.600  ") and last.endswith("  ETA 0:00")
+    assert last.startswith(f"{name}step 5/5  loss 2.000  held-out 2.600  ") and last.endswith("  ETA 0:00")
+
+
+@pytest.mark.parametrize(("seconds", "num_lines"), [(0.0, 2), (10.0, 0)])
+def test_a_long_preparation_says_how_far_it_is_where_there_is_no_terminal(seconds, num_lines, monkeypatch):
+    monkeypatch.setattr(training, "_SECONDS_BETWEEN_LINES", seconds)
+    output = io.StringIO()
+    with preparation_progress(Console(file=output)) as progress:
+        for number in (1, 2):
+            progress(PrepareProgress(stage="packing", num_documents=number, num_bytes=10 * number))
+    lines = ["packing: 1 documents, 10 bytes, 0 tokens", "packing: 2 documents, 20 bytes, 0 tokens"]
+    assert output.getvalue().splitlines() == lines[:num_lines]
 
 
 def test_a_replica_says_which_run_it_has_joined(tmp_path):
@@ -112,7 +132,7 @@ def printed(wanted: Task) -> tuple[str, dict[str, float]]:
     """The sentence about an infeasible target, and its numbers as printed."""
     sentence = remedy_sentence(wanted, remedy(wanted))
     patterns = {
-        "gbit_s": "links of ([^ ]+) G",
+        "mbit_s": "links of ([^ ]+) Mbit/s",
         "latency_seconds": "latency of ([^ ]+) s on every link",
         "factor": "compute ([^ ]+) times",
         "target": r"a target of ([0-9.]+?)[.;]?( |$)",
@@ -125,14 +145,14 @@ def test_every_printed_number_is_rounded_to_where_it_is_still_enough():
     wanted = task(0.006, latency_seconds=0.0)
     sentence, numbers = printed(wanted)
     assert "No setting reaches a compute utilization of 0.95 here." in sentence and "latency" not in sentence
-    assert feasible(with_replicas(wanted, gbit_s=numbers["gbit_s"]))
+    assert feasible(with_replicas(wanted, gbit_s=numbers["mbit_s"] / 1e3))
     longer = with_replicas(wanted, step_seconds=2.3 * numbers["factor"])
     assert feasible(replace(longer, num_steps=int(66_757 / numbers["factor"])))
     assert feasible(replace(wanted, target=numbers["target"]))
     far = task(10.0, latency_seconds=300.0)
     _, numbers = printed(far)
     assert feasible(with_replicas(far, latency_seconds=numbers["latency_seconds"]))
-    assert "gbit_s" not in numbers
+    assert "mbit_s" not in numbers
 
 
 def test_a_slow_replica_is_named_as_the_limit():

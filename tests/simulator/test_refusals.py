@@ -41,8 +41,8 @@ def by_data_parallel(**changes: object) -> PhysicalModel:
 
 
 REFUSALS: list[tuple[Callable[[], object], str, str]] = [
-    *((lambda g=g: checked_gbit_s(g), "link_gbit_s", "above 0 and finite") for g in (0, -1.0, np.nan, np.inf)),
-    *((lambda g=g: checked_gbit_s(g), "link_gbit_s", "above 0 and finite") for g in ([], [1.0, 0.0], [[1.0]])),
+    *((lambda g=g: checked_gbit_s(g), "link", "above 0 and finite") for g in (0, -1.0, np.nan, np.inf)),
+    *((lambda g=g: checked_gbit_s(g), "link", "above 0 and finite") for g in ([], [1.0, 0.0], [[1.0]])),
     (lambda: settings(method="fsdp"), "method", "'fsdp' is not a method: choose one of data_parallel, diloco"),
     (lambda: settings(method="data_parallel", overlap_steps=1), "overlap_steps", "data_parallel does not overlap"),
     (lambda: settings(sync_every=0), "sync_every", "at least 1, not 0"),
@@ -52,7 +52,7 @@ REFUSALS: list[tuple[Callable[[], object], str, str]] = [
     (lambda: size(width=0), "width", "above 0 and finite, not 0"),
     (lambda: size(width=10_000), "num_params", "leaves nothing for blocks beside vocab_size=32000"),
     (lambda: Replica(step_seconds=0), "step_seconds", "above 0"),
-    (lambda: Replica(step_seconds=1, gbit_s=0), "link_gbit_s", "above 0"),
+    (lambda: Replica(step_seconds=1, gbit_s=0), "link", "above 0"),
     (lambda: Replica(step_seconds=1, latency_seconds=-1), "latency_seconds", "at least 0"),
     (lambda: replicas_of(3, (1.0,), (0.0, 1.0), (None,)), "latency_seconds", "one for each of 3 replicas"),
     (lambda: replicas_of(0, (1.0,), (0.0,), (None,)), "num_replicas", "at least 1, not 0"),
@@ -84,7 +84,7 @@ REFUSALS: list[tuple[Callable[[], object], str, str]] = [
     (lambda: physical_timeline(by_data_parallel(), gbit_s=1, num_steps=2), "method", "with preset=paper only"),
     (lambda: replace(task(1.0), target=1.0), "target", "above 0 and below 1, not 1.0"),
     (lambda: replace(task(1.0), num_steps=19), "num_steps", "=19 must be at least 20"),
-    (lambda: with_replicas(task(1.0), gbit_s=None), "link_gbit_s", "each replica's link needs a bandwidth"),
+    (lambda: with_replicas(task(1.0), gbit_s=None), "link", "each replica's link needs a bandwidth"),
     (lambda: replace(RUN, num_tokens=-1), "num_tokens", "above 0 and finite, not -1"),
     (lambda: replace(RUN, inner_bits_per_param=0), "inner_bits_per_param", "above 0"),
     (lambda: replace(RUN, num_replicas=101), "num_replicas", "and at most num_chips=100"),

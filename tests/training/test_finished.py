@@ -13,7 +13,7 @@ from diloco.data.shards import open_split
 from diloco.errors import CheckpointError, UserError
 from diloco.training.records.checkpoints import finished_steps
 from diloco.training.records.export import export_run
-from diloco.training.records.finished import evaluate_run, load_writer, run_parameters
+from diloco.training.records.finished import evaluate_run, load_model, run_parameters
 from diloco.training.records.runs import read_config
 from diloco.training.records.summary import open_held_out
 
@@ -167,7 +167,7 @@ def test_text_that_is_not_the_runs_is_refused(finished_run, tmp_path):
     (other / "index.json").write_text(json.dumps(index | {"digest": "0" * 64}))
     for use in (
         lambda: evaluate_run(finished_run, prepared=other),
-        lambda: load_writer(finished_run, prepared=other),
+        lambda: load_model(finished_run, prepared=other),
         lambda: export_run(finished_run, "safetensors", tmp_path / "out", prepared=other),
     ):
         with pytest.raises(UserError, match=r"other has 0+ .*: name the directory with the same text by") as error:

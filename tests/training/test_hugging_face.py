@@ -21,12 +21,12 @@ from diloco.errors import UserError
 from diloco.models.hugging_face_config import HuggingFaceConfig
 from diloco.training.config.engine_settings import check
 from diloco.training.config.forecast import forecast
+from diloco.training.config.joined import config_of
 from diloco.training.config.recipes import recipe, with_hugging_face
 from diloco.training.config.resolve import facts_with_rendezvous, read_config_file, resolve, shared_facts
 from diloco.training.records.export import export_run
 from diloco.training.records.finished import evaluate_run, run_parameters
 from diloco.training.records.runs import read_config
-from diloco.training.records.store_runs import config_of
 
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers and peft
 

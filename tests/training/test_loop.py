@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from operator import truediv
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +20,12 @@ import safetensors.torch
 import torch
 import torch.distributed.run as launcher
 from tests.ports import free_port
-from tests.processes import Program, run_main
+from tests.processes import Program, program, run_main
 from tests.sockets import family_of, listening
 from tests.training.cases import rate
 from tests.training.runs import (
     BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT,
+    DILOCO,
     TIMEOUT_SECONDS,
     command,
     lines,
@@ -32,6 +34,8 @@ from tests.training.runs import (
     summary,
 )
 
+from diloco.cli.main import main
+from diloco.errors import ExchangeError
 from diloco.training.config.config import CheckpointConfig, EvaluationConfig
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolved
@@ -52,6 +56,7 @@ def test_a_run_leaves_its_files(streaming):
         "metrics-1.jsonl",
         "outer.safetensors",
         "running",
+        "samples.json",
         "summary.json",
         "tensorboard",
     }
@@ -114,12 +119,13 @@ def test_replicas_read_different_text_and_share_the_evaluation(streaming):
 
 def test_the_time_adds_up(streaming):
     total = summary(streaming)
-    blocked, seconds = (
-        sum(line[name] for line in lines(streaming, 0)) for name in ("blocked_seconds", "step_seconds")
+    seconds, blocked = (
+        [sum(line[name] for line in lines(streaming, replica)) for replica in (0, 1)]
+        for name in ("step_seconds", "blocked_seconds")
     )
-    assert total["wall_seconds"] == pytest.approx(seconds)
-    assert total["compute_utilization"] == pytest.approx(1 - blocked / seconds)
-    assert blocked > 0
+    assert total["wall_seconds"] == pytest.approx(seconds[0])
+    assert total["compute_utilization"] == pytest.approx(1 - sum(map(truediv, blocked, seconds)) / 2)
+    assert sum(blocked) > 0
 
 
 @pytest.mark.slow
@@ -132,7 +138,8 @@ def test_a_killed_run_goes_on_bit_for_bit(folder, streaming):
         os.kill(victim, signal.SIGKILL)
         done = process.wait(60)
     assert done.returncode == 1
-    expected = rf"diloco: replica \d was killed by SIGKILL .*; go on with: .* --resume runs/{killed.name}\n"
+    sentence = r"diloco: replica \d was killed by SIGKILL .*; go on from step [24]0 with: "
+    expected = rf"{sentence}.* --resume runs/{killed.name}\n"
     assert re.fullmatch(expected, done.stderr)
     assert len(lines(killed, 0)) < len(lines(streaming, 0))
 
@@ -253,7 +260,7 @@ def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch, steps_ahead
     assert outcome.summary["bytes_sent_per_replica"] == outcome.summary["data_parallel_bytes_per_replica"] == 0
     assert outcome.summary["compute_utilization"] > 0.99
     assert outcome.summary["tokens_per_second"] == pytest.approx(24 * 8 * 64 / outcome.summary["wall_seconds"])
-    assert len(outcome.sample) > 100
+    assert [len(sample.text) > 50 for sample in outcome.samples] == [True] * 3
     written = lines(folder / "runs" / f"alone-{steps_ahead}", 0)
     assert sum(line["step_seconds"] for line in written) == pytest.approx(outcome.summary["wall_seconds"])
     for line in written:
@@ -272,10 +279,40 @@ def test_two_machines_with_their_own_disks_train_together(folder, streaming):
     for process in processes:
         assert process.returncode == 0, process.stderr
     assert [process.stderr.count("of every network interface of 127.0.0.1") for process in processes] == [1, 0]
-    assert summary(machines[0] / "runs" / "far")["outer_hash"] == summary(streaming)["outer_hash"]
+    outer_hash = summary(machines[0] / "runs" / "far")["outer_hash"]
+    assert outer_hash == summary(streaming)["outer_hash"]
+    for machine, process in enumerate(processes):
+        start, *_, last = process.stdout.partition("\n\n")[0].splitlines()
+        assert start.startswith(f"start replica {machine} of 2, which "), process.stdout
+        assert re.search(rf"^replica {machine}  step 120/120  loss [\d.]+  ", process.stdout, re.MULTILINE), (
+            process.stdout
+        )
+        assert re.search(r"^held-out loss +[\d.]+ ± ", process.stdout, re.MULTILINE)
+        assert re.search(rf"^outer hash +{outer_hash[:16]}$", process.stdout, re.MULTILINE)
+        assert last.startswith("files                runs/far")
+    assert "The model writes" in processes[0].stdout and "this machine's metrics and" in processes[1].stdout
     assert not (machines[1] / "runs" / "far" / "summary.json").exists()
     mine, theirs = (read_config(machine / "runs" / "far") for machine in machines)
     assert replace(mine, runs=theirs.runs, data=theirs.data) == theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_machine_alone_says_at_once_whom_it_waits_for(rank, folder, tmp_path):
+    port, begin = free_port(), time.monotonic()
+    shutil.copy(folder / "text.jsonl", tmp_path)
+    place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    arguments = command("--name", "alone", "--timeout-seconds", "4")[len(DILOCO) :]
+    with program(main, arguments, folder=tmp_path, MASTER_PORT=str(port), **place) as started:
+        line = started.wait_for_lines(1)[0]
+        assert time.monotonic() - begin < 3
+        whom = ["waits for the others", "meets replica 0"][rank]
+        where = f"127.0.0.1, port {port}"
+        assert line == f"start replica {rank} of 2, which {whom} at {where}, for up to 4 s"
+        ended = started.wait(TIMEOUT_SECONDS)
+    other = "replica 1" if rank == 0 else f"replica 0 at {where}"
+    assert re.search(rf"^waiting for {other}, up to \d s more …$", ended.stderr, re.MULTILINE), ended.stderr
+    assert "did not arrive" in ended.stderr and ended.returncode == ExchangeError.exit_code
 
 
 def on_two_machines(machines: list[Path], *flags: str) -> list[subprocess.CompletedProcess[str]]:

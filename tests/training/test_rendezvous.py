@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.processes import run_replicas
+from tests.processes import program, run_main, run_replicas
 from tests.training.cases import rate
 from tests.training.runs import TIMEOUT_SECONDS, lines, run, started, summary
 
-from diloco.errors import DisagreementError, ExchangeError, UserError
+from diloco.cli.main import main
+from diloco.errors import DisagreementError, ExchangeError, Stopped, UserError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.follower import Follower
@@ -34,6 +35,7 @@ from diloco.training.config.resolve import resolved
 from diloco.training.loop import train
 from diloco.training.prepare import prepare_run
 from diloco.training.processes import STORE
+from diloco.training.records.checkpoints import finished_steps
 from diloco.training.records.finished import run_parameters
 from diloco.training.records.store_runs import initial_parameters
 from diloco.training.records.summary import contributors
@@ -336,24 +338,44 @@ def interrupt(config: TrainConfig) -> str:
 
     try:
         train(of(config, "b"), on_step=press)
-    except KeyboardInterrupt:
+    except Stopped as error:
         has_left.touch()
-        return "interrupted"
+        return str(error)
     return "not interrupted"
 
 
 def test_ctrl_c_leaves_the_run_and_loses_no_payload(config, tmp_path):
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"))
-    assert run_replicas(interrupt, 2, run, joined=False) == [
-        "finished",
-        "interrupted",
-    ]
+    finished, interrupted = run_replicas(interrupt, 2, run, joined=False)
+    assert finished == "finished"
+    (step,) = re.findall(r"^stopped by SIGINT: step (\d+) is saved$", interrupted)
+    assert max(finished_steps(tmp_path / "b" / "checkpoints", 0)) == int(step) > 12
     state = state_of(run.rendezvous)
     assert [leave.finished for leave in bodies(run.rendezvous, Leave)] == [False, True]
     b = next(number for number, member in enumerate(state.members) if member.name == "b")
     sent = len(list(Path(run.rendezvous, "payloads", str(b)).iterdir()))
     last = max(log.last_seq.get(b, -1) for log in state.fragments)
     assert last == sent - 1, "the payload that was on its way at Ctrl-C"
+
+
+@pytest.mark.slow
+def test_a_joiner_needs_no_settings_but_its_text_and_name(folder):
+    """And the same command goes on with the replica."""
+    own = ["--rendezvous", "joined", "--runs", "elastic-joined", "--precision", "fp32"]
+    shared = ["--seed", "3", "--diloco.sync-every", "7", "--global-batch", "6", "--num-tokens", str(6 * 64 * 400)]
+    join = ["train", *own, "--name", "b", "--data.train", "text.jsonl", "--data.held-out-fraction", "0.1"]
+    metrics = {name: folder / "elastic-joined" / name / "metrics-0.jsonl" for name in "ab"}
+    with started(folder, "--name", "a", *own, *shared) as first:
+        wait_for(metrics["a"], num_lines=1)
+        with program(main, join, folder=folder) as second:
+            wait_for(metrics["b"], num_lines=10)
+            os.kill(second.pid, signal.SIGTERM)
+            assert second.wait(TIMEOUT_SECONDS).returncode == 143
+        second = run_main(main, join, folder=folder, timeout_seconds=TIMEOUT_SECONDS)
+        assert second.returncode == 0 and "going on from step" in second.stdout, second
+        assert first.wait(TIMEOUT_SECONDS).returncode == 0
+    a, b = (summary(folder / "elastic-joined" / name) for name in "ab")
+    assert a["contributors"].keys() == {"a", "b"} and a["outer_hash"] == b["outer_hash"]
 
 
 @pytest.mark.slow
@@ -367,7 +389,7 @@ def test_a_command_joins_and_a_signal_lets_it_leave(stop, number, exit_code, fol
     bucket = f"bucket-{number.name}"
     flags = ["--rendezvous", bucket, "--runs", f"elastic-{number.name}"]
     metrics = folder / flags[-1] / "stopped" / "metrics-0.jsonl"
-    starts = (1, 2) if number == signal.SIGTERM else (1,)  # by the same command
+    starts, saved = (1, 2) if number == signal.SIGTERM else (1,), list[str]()  # by the same command
     for start in starts:
         with started(folder, "--name", "stopped", *flags, "--num-tokens", str(8 * 64 * 4000)) as process:
             wait_for(metrics, num_lines=25 * start)
@@ -376,8 +398,11 @@ def test_a_command_joins_and_a_signal_lets_it_leave(stop, number, exit_code, fol
         assert done.returncode == exit_code
         *_, stopped = done.stderr.splitlines()
         assert ("this run trusts everybody who can write to " in done.stderr) == (start == 1)
-        end = rf"diloco: stopped by {number.name}; go on with: .* --resume {flags[-1]}/stopped"
-        assert re.fullmatch(end, stopped)
+        end = rf"diloco: stopped by {number.name}: step (\d+) is saved; go on from step \1 with: .*/stopped"
+        match = re.fullmatch(end, stopped)
+        assert match and int(match[1]) == metrics.read_text().count("\n") >= 25 * start
+        assert start == 1 or f"going on from step {saved[-1]}" in done.stdout
+        saved.append(match[1])
     assert [join.name for join in bodies(str(folder / bucket), Join)] == ["stopped" for _ in starts]
     assert [leave.finished for leave in bodies(str(folder / bucket), Leave)] == [False for _ in starts]
     refused = run(folder, "--name", "other", *flags, "--diloco.sync-every", "7")

@@ -1,19 +1,25 @@
 """Command lines: parsed by tyro into a call, refused in one sentence that names the flag, and made of a config."""
 
 import io
+import math
+import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial, wraps
 from inspect import Parameter, signature
+from itertools import pairwise
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
+from diloco.cli import _foreign
 from diloco.cli._streams import styled
 from diloco.errors import DilocoError, UserError, nearest
+from diloco.units import Reader, count
 
 if TYPE_CHECKING:
     from diloco.training.config.config import TrainConfig
@@ -51,7 +57,9 @@ def unknown_choice(arguments: Sequence[str], choices: Iterable[str], *, prog: st
     word = arguments[0]
     if word.startswith("-"):
         return UserError(f"{prog} {word}: name one of {', '.join(choices)} before the flags")
-    hint = nearest(word, choices) or f": choose one of {', '.join(choices)}"
+    meant = _foreign.CHOICES.get(word, "")
+    near = f": did you mean {meant}?" if meant in choices else nearest(word, choices)
+    hint = near or f": choose one of {', '.join(choices)}"
     return UserError(f"{prog} has no {word!r}{hint}")
 
 
@@ -73,24 +81,48 @@ def parsed(kind: Callable[..., Any], arguments: Sequence[str], *, prog: str, **o
         UserError: for what can't be parsed, and for values that one of our configs refuses.
         SystemExit: after help.
     """
+    arguments = _with_plain_numbers(kind, arguments, prog)
     try:
         with redirect_stderr(io.StringIO()), styled():
             value, unknown = tyro.cli(kind, prog=prog, args=arguments, return_unknown_args=True, **options)
     except SystemExit as end:
         if not end.code:
             raise
-        sentence = _mistake(kind, arguments, prog, has_default="default" in options)
-        raise _refusal(end) or UserError(f"{sentence} ({prog} --help)") from None
+        raise _refusal(end) or _mistake(kind, arguments, prog, options.get("default")) from None
     if unknown:
-        raise _unknown_word(unknown[0], kind, prog)
+        raise _unknown_word(unknown, arguments, kind, prog, getattr(value, "config", None))
     return value
 
 
-def _mistake(kind: Callable[..., Any], arguments: Sequence[str], prog: str, *, has_default: bool) -> str:
-    """The reason why a command line can't be parsed: the first flag whose values do not fit, or what it lacks."""
+def _with_plain_numbers(kind: Callable[..., Any], arguments: Sequence[str], prog: str) -> list[str]:
+    """The command line with each value that a `Reader` reads, such as 124M, written as a plain number."""
     own = {argument.name: argument for argument in arguments_of(kind)}
-    before, given = _by_flag(arguments)
-    for word, values in given:
+    words: list[str] = []
+    argument = None
+    for word in arguments:
+        name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        argument = own.get(field_of(name)) if name else argument
+        if argument is not None and argument.reader is not None and (equals or not name):
+            if not argument.fits(value):
+                raise UserError(f"{argument.label} takes {argument.expected}, not {value!r} ({prog} --help)")
+            value = repr(argument.reader.read(value))
+        words.append(name + equals + value)
+    return words
+
+
+def _mistake(kind: Callable[..., Any], arguments: Sequence[str], prog: str, default: Any) -> UserError:
+    """The reason why a command line can't be parsed: the first flag whose values do not fit, or what it lacks."""
+    sentence = _misfit(kind, arguments) or next(_lacking(kind, arguments, prog, default), None)
+    if isinstance(sentence, UserError):
+        return sentence
+    sentence = sentence or f"{prog} can't take {shlex.join(arguments)!r:.200}"
+    return UserError(f"{sentence} ({prog} --help)")
+
+
+def _misfit(kind: Callable[..., Any], arguments: Sequence[str]) -> str | None:
+    """The first flag whose values do not fit."""
+    own = {argument.name: argument for argument in arguments_of(kind)}
+    for word, values in _by_flag(arguments)[1]:
         argument = own.get(field_of(word))
         if argument is None or argument.kind is bool:
             continue
@@ -98,12 +130,39 @@ def _mistake(kind: Callable[..., Any], arguments: Sequence[str], prog: str, *, h
             return f"{word} needs a value"
         for value in values if argument.takes_many else values[:1]:
             if not argument.fits(value):
-                return f"{word} takes {argument.expected}, not {value!r}"
+                meant = _foreign.value(argument.name, value, argument.choices)
+                return f"{word} takes {argument.expected}, not {value!r}{meant}"
+    return None
+
+
+def _lacking(
+    kind: Callable[..., Any], arguments: Sequence[str], prog: str, default: Any
+) -> Iterator[UserError | str]:
+    """The flag that may be meant for one that is required, or the first that is."""
+    own = {argument.name: argument for argument in arguments_of(kind)}
+    before, given = _by_flag(arguments)
+    for word, values in given:
+        alone = next((one for one in own.values() if not one.is_flag and one.is_required and not before), None)
+        if alone is not None and values and field_of(word) in _FLAGS_OF_WORDS:
+            yield f"{alone.label} stands without a flag: {prog} {shlex.quote(values[0])}"
+        if (name := field_of(word)) not in own and name.replace("no_", "", 1) not in own:
+            yield _unknown_word([word, *values], arguments, kind, prog, getattr(default, "config", None))
     fields = {field_of(word) for word, _ in given}
-    for argument in () if has_default else own.values():
+    for argument in own.values() if default is None else ():
         if argument.is_required and not (argument.name in fields if argument.is_flag else before):
-            return f"{prog} needs {argument.label}"
-    return f"{prog} can't take {shlex.join(arguments)!r:.200}"
+            hint = _EXPLAINED.get(argument.label, "")
+            if argument.reader is not None and before and argument.fits(before[0]):
+                hint = f": type {argument.label} {before[0]}"
+            yield f"{prog} needs {argument.label}{hint}"
+
+
+_FLAGS_OF_WORDS = ("checkpoint", "dir", "model", "path", "run", "run_dir", "store", "url")
+"""Flags of other programs for a word without a flag."""
+_EXPLAINED = {
+    "RUN": ": a run's directory, such as runs/first, or the URL of its store",
+    "URL": ": a directory, or a bucket such as s3://bucket/run",
+}
+"""The meaning of words without a flag."""
 
 
 def _by_flag(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
@@ -119,18 +178,80 @@ def _by_flag(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, list[
     return before, given
 
 
-def _unknown_word(word: str, kind: Callable[..., Any], prog: str) -> UserError:
-    """The refusal of a word that no flag takes, with the flag that is nearest to it."""
+def _unknown_word(
+    words: Sequence[str], arguments: Sequence[str], kind: Callable[..., Any], prog: str, config: Any
+) -> UserError:
+    """The refusal of words that no flag takes, the first of which is at fault, with what to type in its place."""
+    word, fields = words[0], set(fields_of(kind))
     if not word.startswith("-"):
-        return UserError(f"{word!r} is not expected here: a value stands after its flag ({prog} --help)")
-    fields = set(fields_of(kind))
-    name = word.partition("=")[0]
-    field = field_of(name)
-    whole = flag(field, fields)  # such as learning_rate, whose flag has a section's name before it
-    if whole == field and (ours := our_name(field)) in fields:
-        whole = flag(ours, fields)
-    near = nearest(name, (flag(one, fields) for one in fields)) if whole == field else f": did you mean {whole}?"
-    return UserError(f"unknown flag {name}{near} ({prog} --help lists all)")
+        return UserError(_stray(word, arguments, kind, prog, config))
+    name, equals, value = word.partition("=")
+    field, values_of = field_of(name), dict(_by_flag(arguments)[1])
+    if field in fields and name.startswith("--"):
+        return UserError(f"leave out the -- before {name} ({prog} --help)")
+    value = value if equals else next(iter(values_of.get(name, words[1:])), "")
+    ours = (flag(one, fields) for one in (field, *_foreign.our_names(field)))
+    if replacement := next((one for one in ours if one.startswith("--")), None):
+        answer = f": did you mean {replacement}?"
+    elif (text := _foreign.sentence(field, _computed(config, value))) and _has_flags(text, fields):
+        answer = f": {text}"
+    else:
+        parts = {part: one for one in fields for part in (one.rpartition(".")[2], one)}
+        near = nearest(field, parts)
+        answer = near and f": did you mean {flag(parts[near.split()[-1].rstrip('?')], fields)}?"
+    return UserError(f"unknown flag {name}{answer} ({prog} --help lists all)")
+
+
+def _has_flags(text: str, fields: Collection[str]) -> bool:
+    """True if a command has all flags that a sentence names."""
+    return all(field_of(name) in fields for name in re.findall(r"--[a-z][a-z.-]*", text))
+
+
+def _computed(config: Any, value: str) -> dict[str, str]:
+    """The values of other settings that a number of another program's flag comes to, in a config of ours."""
+    try:
+        number, step_tokens = count(value), config.global_batch * config.sequence_length
+        return {
+            "micro_batch": str(max(1, math.ceil(config.process_batch / number))),
+            "num_tokens": str(round(number * step_tokens)),
+            "warmup_steps": str(round(number * config.num_tokens / step_tokens)),
+        }
+    except (ArithmeticError, AttributeError, ValueError):  # no number, or no config
+        return {}
+
+
+def _stray(word: str, arguments: Sequence[str], kind: Callable[..., Any], prog: str, config: Any) -> str:
+    """The refusal of a word that stands where no value is expected."""
+    own = {argument.name: argument for argument in arguments_of(kind)}
+    fields = {name for name, argument in own.items() if argument.is_flag}
+    if (name := word.lstrip(_DASHES)) != word.lstrip("-"):
+        return f"{word}: a flag begins with two hyphens: --{name} ({prog} --help)"
+    name, _, value = word.lstrip("+").partition("=")
+    if value:
+        ours = (flag(one, fields) for one in (field_of(name), *_foreign.our_names(name)))
+        if replacement := next((one for one in ours if one.startswith("--")), None):
+            return f"{word!r}: a setting is a flag: {replacement} {shlex.quote(value)} ({prog} --help)"
+        return str(_unknown_word([f"--{name}", value], arguments, kind, prog, config))
+    for before, after in pairwise(["", *(part for one in arguments for part in one.split("=", 1))]):
+        argument = own.get(field_of(before)) if after == word and before.startswith("--") else None
+        if argument is not None and argument.kind is bool:
+            off = f"--{before[2:].replace('_', '-')}".replace(*_negation(argument.name))
+            return f"{before} takes no value: leave {word!r} out, or type {off} ({prog} --help)"
+    meant = ("data.train",) if word.endswith(TEXT_SUFFIXES) else ("prompt", "tasks")
+    if one := next((one for name in meant if (one := flag(name, fields)) != name), None):
+        return f"{word!r} is not expected here: type {one} {shlex.quote(word)} ({prog} --help)"
+    return f"{word!r} is not expected here: a value stands after its flag ({prog} --help)"
+
+
+_DASHES = "-\u2013\u2014"
+"""The hyphen, and what a page may print in its place."""
+TEXT_SUFFIXES = (".txt", ".jsonl", ".csv", ".parquet", ".gz", ".zst")
+
+
+def _negation(field: str) -> tuple[str, str]:
+    """The end of a flag, and that of the flag that turns it off."""
+    last = field.rpartition(".")[2].replace("_", "-")
+    return last, f"no-{last}"
 
 
 def _refusal(error: BaseException) -> UserError | None:
@@ -169,6 +290,8 @@ class Argument:
     """True if it has no default."""
     metavar: str | None = None
     """The name of its value in help, if that is another one."""
+    reader: Reader | None = None
+    """The reader of its numbers; None is Python."""
 
     @property
     def label(self) -> str:
@@ -184,14 +307,25 @@ class Argument:
     @property
     def expected(self) -> str:
         """The values that it takes, in words."""
-        scalars = _scalars(self.kind)
-        choices = [repr(value) for value in scalars if isinstance(value, str)]
-        words = [f"one of {', '.join(choices)}"] if choices else []
-        return " or ".join([*words, *dict.fromkeys(_IN_WORDS[kind] for kind in scalars if kind in _IN_WORDS)])
+        if self.reader is not None:
+            return self.reader.expected
+        words = [f"one of {', '.join(map(repr, self.choices))}"] if self.choices else []
+        kinds = dict.fromkeys(_IN_WORDS[kind] for kind in _scalars(self.kind) if kind in _IN_WORDS)
+        return " or ".join([*words, *kinds])
+
+    @property
+    def choices(self) -> list[str]:
+        """The words of which it takes one."""
+        return [value for value in _scalars(self.kind) if isinstance(value, str)]
 
     def fits(self, word: str) -> bool:
         """True if a word is one of its values, or can be one of them."""
-        return any(_fits(word, kind) for kind in _scalars(self.kind))
+        if self.reader is None:
+            return any(_fits(word, kind) for kind in _scalars(self.kind))
+        with suppress(ValueError):
+            self.reader.read(word)
+            return True
+        return False
 
 
 _IN_WORDS = {int: "a whole number", float: "a number"}
@@ -222,6 +356,7 @@ def arguments_of(command: Callable[..., Any]) -> Iterator[Argument]:
     parameters = signature(command).parameters
     for name, hint in get_type_hints(command, include_extras=True).items():
         kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        extras += [extra for one in get_args(kind) if get_origin(one) is Annotated for extra in get_args(one)[1:]]
         if name not in parameters or _SUPPRESSED in extras:  # a function's `return`, or a class's own value
             continue
         is_required = parameters[name].default is Parameter.empty
@@ -237,7 +372,10 @@ def arguments_of(command: Callable[..., Any]) -> Iterator[Argument]:
         else:
             metavar = next((extra.metavar for extra in extras if getattr(extra, "metavar", None)), None)
             is_flag = _POSITIONAL not in extras
-            yield Argument(name=named, kind=kind, is_flag=is_flag, is_required=is_required, metavar=metavar)
+            reader = next((extra for extra in extras if isinstance(extra, Reader)), None)
+            yield Argument(
+                name=named, kind=kind, is_flag=is_flag, is_required=is_required, metavar=metavar, reader=reader
+            )
 
 
 def fields_of(command: Callable[..., Any]) -> Iterator[str]:
@@ -270,46 +408,6 @@ def flag(field: str, fields: Collection[str]) -> str:
     return field if name is None else "--" + name.replace("_", "-")
 
 
-def our_name(field: str) -> str:
-    """The setting that nanochat, torchtitan or transformers calls so, in any section; or the same name.
-
-    >>> our_name("training.seq_len")
-    'sequence_length'
-    """
-    last = field.rpartition(".")[2]
-    return next((ours for ours, theirs in _THEIR_NAMES.items() if last in theirs), field)
-
-
-_THEIR_NAMES = {
-    "checkpoint.every_steps": ("interval", "save_every", "save_steps"),
-    "compile": ("torch_compile",),
-    "config": ("config_file",),
-    "data.held_out": ("validation_file",),
-    "data.tokenizer": ("hf_assets_path", "tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"),
-    "data.train": ("dataset", "dataset_name", "dataset_path", "train_file"),
-    "device": ("device_type",),
-    "epochs": ("num_epochs", "num_train_epochs"),
-    "evaluation.every_steps": ("eval_every", "eval_steps"),
-    "global_batch": ("batch_size", "global_batch_size", "total_batch_size"),
-    "max_tokens": ("max_new_tokens",),
-    "micro_batch": ("device_batch_size", "local_batch_size", "per_device_train_batch_size"),
-    "model.num_heads": ("n_head", "n_heads", "num_attention_heads"),
-    "model.num_layers": ("depth", "n_layer", "n_layers", "num_hidden_layers"),
-    "model.width": ("dim", "hidden_size", "n_embd"),
-    "name": ("experiment_name", "run", "run_name"),
-    "num_replicas": ("nproc_per_node", "world_size"),
-    "num_tokens": ("max_steps", "num_iterations", "steps", "target_param_data_ratio"),
-    "optimizer.clip_norm": ("max_grad_norm", "max_norm"),
-    "optimizer.learning_rate": ("lr", "matrix_lr", "max_lr"),
-    "precision": ("bf16", "dtype", "fp16", "mixed_precision"),
-    "resume": ("resume_from_checkpoint",),
-    "runs": ("dump_folder", "out_dir", "output_dir"),
-    "sequence_length": ("block_size", "max_seq_len", "max_seq_length", "seq_len"),
-    "trackers": ("report_to",),
-}
-"""Names of other programs for a setting."""
-
-
 def flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
     """The words of a command line that give settings their values, by dotted name.
 
@@ -331,3 +429,21 @@ def changes(config: "TrainConfig") -> dict[str, list[str]]:
     from diloco.training.config.recipes import recipe
 
     return flags({name: value for name, (_, value) in differences(recipe(config.recipe), config).items()})
+
+
+def train_command(directory: Path) -> str:
+    """The command line that starts the run in a directory; empty if it can't be told from the run's config."""
+    from diloco.training.config.recipes import RECIPES, recipe
+    from diloco.training.records.runs import read_asked
+
+    try:
+        config = read_asked(directory)
+    except UserError:
+        return ""
+    if config.recipe not in RECIPES or type(config.model) is not type(recipe(config.recipe).model):
+        return ""
+    words = changes(config)
+    words.pop("runs", None)
+    if config.data.prepared is not None and config.data.prepared.parent == config.data.cache.absolute():
+        words.pop("data.prepared", None)  # it follows from the text
+    return shlex.join(["diloco", "train", config.recipe, *(word for each in words.values() for word in each)])

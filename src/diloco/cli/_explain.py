@@ -39,7 +39,7 @@ def explained() -> Iterator[None]:
 def _sentence(error: BaseException) -> str:
     """An error's message; that of the operating system without its number, where it names no file."""
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+        return str(error) or "interrupted"
     if type(error) is OSError and error.strerror and error.filename is None:
         return error.strerror[:1].lower() + error.strerror[1:]
     return str(error)
@@ -53,11 +53,11 @@ def _nobody_reads() -> bool:
 
 
 @contextmanager
-def hinted(hint: str, *, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
+def hinted(hint: str | Callable[[], str], *, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Add to a failure's sentence how to go on; not to a user's mistake, and only `when` there is a way."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
         if exit_code_of(error) != UserError.exit_code and when():
-            error.add_note(hint)
+            error.add_note(hint if isinstance(hint, str) else hint())
         raise

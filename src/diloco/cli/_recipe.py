@@ -1,16 +1,20 @@
 """A recipe and changes to it, on a command line."""
 
+import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
 
-from diloco.cli._command import asks_for_help, field_of, fields_of, our_name, parsed, unknown_choice
-from diloco.errors import UserError
+from diloco.cli._command import TEXT_SUFFIXES, asks_for_help, field_of, fields_of, flags, parsed, unknown_choice
+from diloco.cli._foreign import our_names
+from diloco.errors import UserError, nearest
 from diloco.models.decoder_config import DecoderConfig
 from diloco.models.hugging_face_config import HuggingFaceConfig
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.recipes import PAPER_RECIPES, RECIPES, recipe
+from diloco.units import count
 
 _Command = TypeVar("_Command")
 
@@ -38,8 +42,47 @@ def named_recipe(arguments: Sequence[str], *, prog: str) -> tuple[str, list[str]
         print(_recipes(prog))
         raise SystemExit(0 if arguments else 2)
     if arguments[0] not in RECIPES:
-        raise unknown_choice(arguments, RECIPES, prog=prog)
+        raise _unknown_recipe(arguments, prog)
     return arguments[0], [*arguments[1:]]
+
+
+def _unknown_recipe(arguments: Sequence[str], prog: str) -> UserError:
+    """The refusal of a first word that is no recipe, with what may be meant."""
+    word, *rest = arguments
+    text = ""
+    if word in ("--recipe", "-r", "--model", "--preset") and rest and rest[0] in RECIPES:
+        text = f"{prog} {shlex.join(rest)}"
+    elif (Path(word) / "config.json").is_file():
+        text = f"diloco train --resume {word}, which goes on with the run"
+    elif word.endswith((".toml", ".json", ".yaml", ".yml", ".py")):
+        text = "diloco train --config FILE, a .toml file or a run's config.json"
+    elif word.endswith(TEXT_SUFFIXES) or Path(word).is_dir():
+        text = f"{prog} laptop --data.train {word}"
+    elif "=" in word:
+        name, _, value = word.lstrip("+").partition("=")
+        ((words),) = flags({next(our_names(name), name): value}).values()
+        text = f"{prog} laptop {shlex.join(words)}"
+    if text:
+        return UserError(f"{prog} begins with a recipe, not {word!r}: type {text}")
+    near = _nearest_sizes(word)
+    if not word.startswith("-") and (near or word.casefold() not in RECIPES):
+        typo = nearest(word, RECIPES)
+        sizes = f"; the sizes about it are {' and '.join(near)}" if near else ""
+        hint = (
+            typo or f": choose one of {', '.join(RECIPES)}{sizes}; a model of transformers is named after it, by "
+        )
+        return UserError(f"{prog} has no {word!r}{hint}" + ("" if typo else "--model.hf"))
+    return unknown_choice(arguments, RECIPES, prog=prog)
+
+
+def _nearest_sizes(word: str) -> list[str]:
+    """The recipes of the sizes about a number of parameters such as 124M."""
+    try:
+        size = count(word)
+    except ValueError:
+        return []
+    below = [name for name in PAPER_RECIPES if count(name) <= size]
+    return [*below[-1:], *[name for name in PAPER_RECIPES if name not in below][:1]] if size > 1e6 else []
 
 
 def changed(default: _Command, config: TrainConfig, flags: Sequence[str], *, prog: str) -> _Command:
@@ -59,7 +102,8 @@ def _check_model_flags(config: TrainConfig, flags: Sequence[str]) -> None:
     own = {f"model.{field}" for field in fields_of(DecoderConfig)}
     for word in flags:
         name = word.partition("=")[0]
-        if name.startswith("--") and our_name(field_of(name)) in own:
+        field = field_of(name)
+        if name.startswith("--") and not own.isdisjoint((field, *our_names(field))):
             raise UserError(
                 f"{name} with --model.hf: the size of {config.model.hf} is the one in its own config: leave "
                 f"{name} out"

@@ -37,16 +37,11 @@ class Writing:
 
     def load(self, run: str) -> "tuple[Writer, Tokenizer]":
         """The model and the tokenizer of a run."""
-        from diloco.training.records.finished import load_writer
+        from diloco.training.records.finished import load_model
 
-        return load_writer(
-            run,
-            parameters=self.parameters,
-            prepared=self.prepared,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            seed=self.seed,
-        )
+        model = load_model(run, parameters=self.parameters, prepared=self.prepared)
+        writer = model.writer(temperature=self.temperature, top_k=self.top_k, seed=self.seed)
+        return writer, model.tokenizer
 
 
 def read_text(writer: "Writer", tokenizer: "Tokenizer", text: str) -> list[int]:

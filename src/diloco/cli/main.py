@@ -3,8 +3,9 @@
 import argparse
 import ast
 import math
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from diloco import cli
 from diloco.cli._explain import explained
+from diloco.cli._foreign import command
 from diloco.cli._streams import safe_streams
 from diloco.errors import UserError, nearest
 from diloco.version import __version__
@@ -25,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if words and words[0] in verbs():
             import_module(f"{cli.__name__}.{words[0]}").run(words[1:])
         else:
-            _run_no_verb(words[:1])
+            _run_no_verb(words)
 
 
 def verbs() -> list[str]:
@@ -40,21 +42,37 @@ def _run_no_verb(words: Sequence[str]) -> None:
         description="Train one language model on computers joined by slow links (Streaming DiLoCo).",
         epilog="To begin: diloco train laptop. To learn about a command: diloco COMMAND --help.",
     )
-    parser.add_argument("--version", action="version", version=f"diloco {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"diloco {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     constants = {verb: _constants(verb) for verb in verbs()}
     for verb, values in sorted(constants.items(), key=lambda item: item[1].get("ORDER", math.inf)):
         commands.add_parser(verb, help=values["HELP"], add_help=False)
-    if words and words[0] not in ("-h", "--help", "--version"):
+    if words and words[0] not in ("-h", "--help", "-V", "--version"):
         if words[0].startswith("-"):
-            raise UserError(f"unknown flag {words[0]}: the command comes first, as in diloco train laptop")
-        raise UserError(
-            f"there is no command {words[0]!r}{nearest(words[0], constants)} (diloco --help lists all)"
-        )
+            meant = {"h": "--help", "help": "--help", "v": "--version"}.get(words[0].lstrip("-"))
+            hint = f"did you mean {meant}?" if meant else "the command comes first, as in diloco train laptop"
+            raise UserError(f"unknown flag {words[0]}: {hint}")
+        raise UserError(f"there is no command {words[0]!r}{_meant(words, constants)} (diloco --help lists all)")
     if not words:
         parser.print_help()
         raise SystemExit(UserError.exit_code)
-    parser.parse_args(words)
+    parser.parse_args(words[:1])
+
+
+def _meant(words: Sequence[str], verbs: Collection[str]) -> str:
+    """The command that was meant; nothing where none is known."""
+    from diloco.training.config.recipes import RECIPES  # which --help does not need
+
+    word = words[0]
+    if answer := command(words):
+        return f": type {answer}"
+    if word in RECIPES:
+        return f": type diloco train {shlex.join(words)}"
+    if " " in word and word.split()[0] in verbs:
+        return f": type it without quotes, diloco {word}"
+    if Path(word).exists():
+        return f": a command comes before a file, as in diloco watch {shlex.join(words)}"
+    return nearest(word, verbs)
 
 
 def _constants(verb: str) -> dict[str, Any]:

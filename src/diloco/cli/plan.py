@@ -3,6 +3,8 @@
 import math
 import os
 import shlex
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,33 +12,59 @@ import tyro
 
 from diloco.cli._command import call, changes, flags, spelled
 from diloco.errors import UserError
-from diloco.report.terminal.tables import plan_json, plan_parts, remedy_sentence, show, store_sentence
+from diloco.report.terminal.tables import plan_json, plan_parts, show, store_sentence
+from diloco.scaling.prediction import predict
 from diloco.simulator.description import ModelSize, Replica, replicas_of
-from diloco.simulator.planner import MIN_STEPS, Plan, Task, feasible, remedy
+from diloco.simulator.planner import MIN_STEPS, Plan, Task, feasible
+from diloco.simulator.wall_clock import step_seconds as seconds_of_step
+from diloco.training.config.recipes import RECIPES
+from diloco.units import Amount, Amounts, Rates, amount, rate
 
 if TYPE_CHECKING:
     from diloco.training.config.config import TrainConfig
 
-HELP = "what run a link allows: diloco plan --num-params N --num-layers L --step-seconds S --link-gbit-s G"
+HELP = "what run a link allows: diloco plan --num-params 124M --flops-per-second 30T --link 20Mbit"
 ORDER = 2
+_LAWS = "arXiv 2503.09799"
 
 
 def run(arguments: list[str]) -> None:
     """Plan for machines that the command line describes, or that are measured."""
+    if not arguments:
+        arguments = ["--measure", "laptop", "--link", _asked_link()]
+    if arguments[0].casefold() in RECIPES:
+        raise UserError(
+            f"a recipe is measured: type diloco plan --measure {arguments[0].casefold()} --link 20Mbit"
+        )
     if any(argument.partition("=")[0] == "--measure" for argument in arguments):
         _plan_measured([argument.removeprefix("--measure=") for argument in arguments if argument != "--measure"])
     else:
         call(_plan_described, arguments, prog="diloco plan")
 
 
+def _asked_link() -> str:
+    """The link's rate, which is asked for in a terminal."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UserError(
+            "diloco plan needs a model, a speed and a link: diloco plan --num-params 124M --flops-per-second 30T "
+            "--link 20Mbit, or, to time this machine, diloco plan --measure laptop --link 20Mbit"
+        )
+    print("This times a step of the recipe laptop on this machine (of another: diloco plan --measure RECIPE).")
+    try:
+        return input("The slowest way of a replica's link, mostly its upload, such as 20Mbit: ").strip()
+    except EOFError:
+        raise UserError("diloco plan needs the rate of a link, such as 20Mbit") from None
+
+
 def _plan_described(
     size: Annotated[ModelSize, tyro.conf.arg(name="")],
-    step_seconds: tuple[float, ...],
-    link_gbit_s: tuple[float, ...],
+    link: Rates,
+    step_seconds: tuple[float, ...] = (),
+    flops_per_second: Amounts = (),
     latency_seconds: tuple[float, ...] = (0.0,),
     num_replicas: int | None = None,
-    num_tokens: float | None = None,
-    batch_tokens: float = 2**21,
+    num_tokens: Amount | None = None,
+    batch_tokens: Amount | None = None,
     target: float = 0.95,
     store: bool = False,
     json: bool = False,
@@ -44,35 +72,87 @@ def _plan_described(
     """Settings that reach a compute utilization on given links; the first risks the least of the model's quality.
 
     With --measure RECIPE [--field value …] in the place of sizes and speeds, the recipe's step and the link
-    between its replicas are timed first, here or, under torchrun, on several machines.
+    between its replicas are timed first, here or, under torchrun, on several machines. With --link, the link is as
+    given, and one replica has this machine to itself; so it is, with the recipe laptop, where nothing is given.
 
     Args:
         size: The model.
+        link: Rate of a replica's link, of its slower way, such as 20Mbit or 1Gbit; one, or one per replica.
         step_seconds: Compute time of an inner step; one number, or one per replica.
-        link_gbit_s: Bandwidth of a replica's link, each way, in Gbit/s; one number, or one per replica.
+        flops_per_second: In its place, the floating-point operations a second that a replica reaches in training,
+            such as 30T, for steps of 6·N·B/M operations; one number, or one per replica.
         latency_seconds: Latency of a replica's link, one way; one number, or one per replica.
-        num_replicas: M; left out, 2, or as many as the longest of the three lists above.
+        num_replicas: M; left out, 2, or as many as the longest of the four lists above.
         num_tokens: Tokens of the whole run; left out, 20·N.
-        batch_tokens: Tokens of a step over all replicas.
+        batch_tokens: Tokens of a step over all replicas; left out, those of the law of arXiv 2503.09799.
         target: Compute utilization to reach, between 0 and 1.
         store: Say, too, what a day costs if the replicas meet in a bucket; with --json that is always said.
         json: Print JSON.
     """
-    replicas = replicas_of(num_replicas, step_seconds, latency_seconds, link_gbit_s)
-    tokens = 20 * size.num_params if num_tokens is None else num_tokens
-    for name, value in (("num_tokens", tokens), ("batch_tokens", batch_tokens)):
-        if not 0 < value < math.inf:
-            raise UserError(f"{name} must be above 0 and finite, not {value}", name)
-    if math.isinf(tokens / batch_tokens):
+    if bool(step_seconds) == bool(flops_per_second):
         raise UserError(
-            f"batch_tokens={batch_tokens} is too small for num_tokens={tokens:g}", "batch_tokens", "num_tokens"
+            "give the speed of a replica once: step_seconds, such as 1.5, or flops_per_second, such as 30T; or "
+            "time this machine with diloco plan --measure RECIPE --link RATE",
+            *("step_seconds", "flops_per_second"),
         )
-    num_steps = round(tokens / batch_tokens)
-    _check_length(num_steps, num_tokens=tokens, batch_tokens=batch_tokens)
+    speeds = step_seconds or flops_per_second
+    num_replicas = num_replicas or max(2, len(speeds), len(latency_seconds), len(link))
+    tokens, batch, facts = _budget(size, num_tokens, batch_tokens, num_replicas)
+    if flops_per_second:
+        seconds = [
+            seconds_of_step(
+                num_params=size.num_params, batch_tokens=batch / num_replicas, num_chips=1, flops_per_chip=flops
+            )
+            for flops in flops_per_second
+        ]
+        how = f"6·N·B/M operations at {' and '.join(map(amount, flops_per_second))} a second"
+    else:
+        seconds, how = step_seconds, "as given"
+    replicas = replicas_of(num_replicas, seconds, latency_seconds, link)
+    num_steps = round(tokens / batch)
+    _check_length(num_steps, num_tokens=tokens, batch_tokens=batch)
     task = Task(size=size, replicas=replicas, num_steps=num_steps, target=target)
-    _answer(task, command="diloco train RECIPE", json=json)
+    facts = [*facts, *_machines(replicas, how, "as given")]
+    _answer(task, facts, command="diloco train RECIPE", json=json)
     if store and not json and (plans := feasible(task)):
         show([store_sentence(plans[0])])
+
+
+def _budget(
+    size: ModelSize, num_tokens: float | None, batch_tokens: float | None, num_replicas: int
+) -> tuple[float, float, list[str]]:
+    """Tokens of the run and of a step, and a line for each fact about model and budget."""
+    tokens = 20 * size.num_params if num_tokens is None else num_tokens
+    batch, how = batch_tokens, "as given"
+    if batch is None:
+        batch = predict(size.num_params, num_replicas)["batch_tokens"]["power_of_two"]
+        how = f"the law of {_LAWS} for M = {num_replicas}, to a power of two"
+    for name, value in (("num_tokens", tokens), ("batch_tokens", batch)):
+        if not 0 < value < math.inf:
+            raise UserError(f"{name} must be above 0 and finite, not {value}", name)
+    if math.isinf(tokens / batch):
+        raise UserError(
+            f"batch_tokens={batch} is too small for num_tokens={tokens:g}", "batch_tokens", "num_tokens"
+        )
+    per_param = "20 per parameter" if num_tokens is None else "as given"
+    return tokens, batch, [*_lines(size, tokens, per_param, batch, how)]
+
+
+def _lines(size: ModelSize, tokens: float, per_param: str, batch: float, how: str) -> Sequence[str]:
+    return (
+        f"model   {amount(size.num_params)} parameters, {size.num_layers} layers",
+        f"tokens  {amount(tokens)} ({per_param})",
+        f"batch   {batch:,.0f} tokens a step over all replicas ({how})",
+    )
+
+
+def _machines(replicas: Sequence[Replica], step: str, link: str) -> list[str]:
+    """A line for the steps and one for the links, with how each is known; one for all replicas that are alike."""
+    steps = " and ".join(dict.fromkeys(f"{one.step_seconds:.4g} s" for one in replicas))
+    links = " and ".join(
+        dict.fromkeys(f"{rate(one.gbit_s or 0)}, latency {1000 * one.latency_seconds:.3g} ms" for one in replicas)
+    )
+    return [f"step    {steps} on each of {len(replicas)} replicas ({step})", f"link    {links} ({link})"]
 
 
 def _check_length(num_steps: int, **settings: float) -> None:
@@ -91,6 +171,10 @@ def _plan_measured(arguments: list[str]) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Command:
         config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+        link: Rates = ()
+        """Rate of a replica's link, such as 20Mbit, in the place of the measured one; one, or one per replica."""
+        latency_seconds: tuple[float, ...] = (0.0,)
+        """With --link, the latency of a replica's link, one way; one number, or one per replica."""
         target: float = 0.95
         """Compute utilization to reach, between 0 and 1."""
         json: bool = False
@@ -99,12 +183,21 @@ def _plan_measured(arguments: list[str]) -> None:
     with spelled(Command):
         command = parsed_recipe(Command, arguments, prog="diloco plan --measure")
         with prepared():
-            _measure(command.config, target=command.target, json=command.json)
+            _measure(
+                command.config, command.link, command.latency_seconds, target=command.target, json=command.json
+            )
 
 
-def _measure(asked: "TrainConfig", *, target: float, json: bool) -> None:
+def _measure(
+    asked: "TrainConfig",
+    link: tuple[float, ...],
+    latency_seconds: tuple[float, ...],
+    *,
+    target: float,
+    json: bool,
+) -> None:
     from diloco.training.config.config import fields_with, get
-    from diloco.training.measure import measurable
+    from diloco.training.measure import measurable, measure_alone
     from diloco.training.processes import launch, slow_imports, under_a_launcher
 
     changed = changes(asked)
@@ -115,11 +208,15 @@ def _measure(asked: "TrainConfig", *, target: float, json: bool) -> None:
     _check_length(asked.num_steps, **lengths)
     config = measurable(asked)
     # Refuse now what would be refused after measuring.
-    _task_of(config, (Replica(step_seconds=1.0, gbit_s=1.0),) * config.num_replicas, target=target)
+    _task_of(config, replicas_of(config.num_replicas, (1.0,), latency_seconds, link or (1.0,)), target=target)
     # Every plan names the number of replicas itself.
     kept = (words for name, words in changed.items() if name != "num_replicas")
     train = " ".join(["diloco train", config.recipe, *map(shlex.join, kept)])
-    if under_a_launcher():
+    if link:
+        replicas = replicas_of(config.num_replicas, (measure_alone(config),), latency_seconds, link)
+        how = "measured: the recipe's step on this machine, which each replica has to itself"
+        _answer_measured(config, replicas, (how, "as given"), target, train, json)
+    elif under_a_launcher():
         _measure_and_plan(config, target, train, json)
     else:
         sizes = (config.num_replicas, config.processes_per_replica)
@@ -134,17 +231,25 @@ def _measure_and_plan(config: "TrainConfig", target: float, train: str, json: bo
     if int(os.environ["RANK"]) == 0:
         numbers = zip(machines.step_seconds, machines.link_gbit_s, machines.latency_seconds, strict=True)
         replicas = tuple(Replica(step_seconds=s, gbit_s=g, latency_seconds=delay) for s, g, delay in numbers)
-        if not json:
-            _print_machines(replicas)
-        _answer(_task_of(config, replicas, target=target), command=train, json=json)
+        _answer_measured(config, replicas, ("measured", "measured"), target, train, json)
 
 
-def _print_machines(replicas: tuple[Replica, ...]) -> None:
-    for index, replica in enumerate(replicas):
-        print(
-            f"replica {index}: {replica.step_seconds:.4g} s a step, {replica.gbit_s:.3g} Gbit/s, "
-            f"latency {1000 * replica.latency_seconds:.3g} ms"
-        )
+def _answer_measured(
+    config: "TrainConfig",
+    replicas: tuple[Replica, ...],
+    how: tuple[str, str],
+    target: float,
+    train: str,
+    json: bool,
+) -> None:
+    """Print the answer for a recipe on replicas; `how` their steps and their links are known."""
+    task = _task_of(config, replicas, target=target)
+    batch = config.global_batch * config.sequence_length
+    facts = [
+        *_lines(task.size, config.num_tokens, "the recipe's", batch, "the recipe's"),
+        *_machines(replicas, *how),
+    ]
+    _answer(task, facts, command=train, json=json)
 
 
 def _task_of(config: "TrainConfig", replicas: tuple[Replica, ...], *, target: float) -> Task:
@@ -159,16 +264,12 @@ def _task_of(config: "TrainConfig", replicas: tuple[Replica, ...], *, target: fl
     return Task(size=size, replicas=replicas, num_steps=config.num_steps, target=target)
 
 
-def _answer(task: Task, *, command: str, json: bool) -> None:
+def _answer(task: Task, facts: Sequence[str], *, command: str, json: bool) -> None:
     """Print the plans for a task, or what would allow one; `command` is the words before a plan's flags."""
-    plans = feasible(task)
-    help_ = None if plans else remedy(task)
     if json:
-        print(plan_json(task, plans, help_, command=command, flags=_flags))
-    elif help_ is None:
-        show(plan_parts(task, plans, command=command, flags=_flags))
+        print(plan_json(task, facts, command=command, flags=_flags))
     else:
-        show([remedy_sentence(task, help_)])
+        show(plan_parts(task, facts, command=command, flags=_flags))
 
 
 def _flags(plan: Plan) -> str:

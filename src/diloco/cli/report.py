@@ -1,13 +1,15 @@
 """`diloco report`: one HTML page about runs, stores and experiments."""
 
+import time
 from pathlib import Path
 
 import tyro
 
-from diloco.cli._command import call
+from diloco.cli._command import call, train_command
 from diloco.errors import UserError
 from diloco.report.experiments import experiment_section
 from diloco.report.page import write_page
+from diloco.report.setup import moment
 from diloco.report.sources import Sources
 
 HELP = "one HTML page about runs and experiments: diloco report RUN_OR_CSV … [--output FILE]"
@@ -30,9 +32,10 @@ def _report(sources: tyro.conf.Positional[tuple[str, ...]], output: Path = Path(
     if not sources:
         raise UserError("name a run's directory, or an experiment's CSV")
     tables = [Path(text) for text in sources if Path(text).suffix == ".csv"]
-    others = Sources([text for text in sources if Path(text).suffix != ".csv"])
+    others = Sources([text for text in sources if Path(text).suffix != ".csv"], command_of=train_command)
     others.read()
     page = others.page()
+    page.date = f"as of {moment(time.time())}"
     page.sections = [*page.sections, *map(experiment_section, tables)]
     write_page(f"diloco: {', '.join(Path(text).name for text in sources[:4])}", page, output)
     print(output)

@@ -12,6 +12,7 @@ from diloco.scaling.judgement import judge
 from diloco.scaling.laws import Kind, Laws
 from diloco.scaling.prediction import predict
 from diloco.scaling.table import method_name, read_table
+from diloco.units import Amount
 
 HELP = "loss and hyperparameters to expect: diloco scaling predict|fit|pictures [--data FILE]"
 ORDER = 8
@@ -23,7 +24,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _predict(
-    num_params: float,
+    num_params: Amount,
     num_replicas: int = 2,
     fit: Kind | None = None,
     data: Path | None = None,
@@ -36,7 +37,7 @@ def _predict(
     An interval is that of the law, its mean over runs, not of one run.
 
     Args:
-        num_params: N, number of all parameters, such as 1.3e9.
+        num_params: N, number of all parameters, such as 124M.
         num_replicas: M; 0 is Data-Parallel.
         fit: joint, one law for all M, or independent, a law for this M; left out, joint where M ≥ 1.
         data: CSV file of your own sweep; left out, the published losses and laws of arXiv 2503.09799.

@@ -27,6 +27,7 @@ from diloco.simulator.paper import PaperModel
 from diloco.simulator.physical import PhysicalModel
 from diloco.simulator.timeline import Interval, paper_timeline, physical_timeline
 from diloco.simulator.wall_clock import IdealizedRun, step_seconds
+from diloco.units import Amount, Rate, Rates
 
 HELP = "links and runs: diloco simulate bandwidth|utilization|step-seconds|timeline|pictures|wall-clock|published"
 ORDER = 3
@@ -185,22 +186,20 @@ def _target(text: str) -> float:
     return target
 
 
-def _utilization(
-    run: Annotated[SimulatedRun, tyro.conf.arg(name="")], link_gbit_s: tuple[float, ...], json: bool = False
-) -> None:
+def _utilization(run: Annotated[SimulatedRun, tyro.conf.arg(name="")], link: Rates, json: bool = False) -> None:
     """The compute utilization on given links.
 
     Args:
         run: The run to simulate.
-        link_gbit_s: Bandwidth of a replica's link, each way, in Gbit/s; one number, or one per replica (physical).
+        link: Bandwidth of a replica's link, each way, such as 20Mbit; one, or one per replica (physical).
         json: Print JSON.
     """
-    if run.preset == "paper" and len(link_gbit_s) != 1:
+    if run.preset == "paper" and len(link) != 1:
         raise UserError(
-            f"link_gbit_s={link_gbit_s} with preset=paper, which has one network: give one number",
-            *("link_gbit_s", "preset"),
+            "link with preset=paper, which has one network: give one rate",
+            *("link", "preset"),
         )
-    (utilization,) = run.compute_utilization(link_gbit_s[:1], links=link_gbit_s)
+    (utilization,) = run.compute_utilization(link[:1], links=link)
     print(utilization_json(float(utilization)) if json else f"compute utilization {utilization:.2%}")
     _print_rounded_period(run)
 
@@ -218,7 +217,7 @@ def _print_rounded_period(run: SimulatedRun) -> None:
 
 
 def _step_seconds(
-    num_params: float, batch_tokens: float, num_chips: float, flops_per_chip: float, mfu: float
+    num_params: Amount, batch_tokens: Amount, num_chips: float, flops_per_chip: Amount, mfu: float
 ) -> None:
     """The compute time of a step, 6·N·B/(R·Q·MFU), in seconds.
 
@@ -255,14 +254,14 @@ _PICTURED = SimulatedRun(
 def _timeline(
     output: Path = Path("pictures"),
     run: Annotated[SimulatedRun, tyro.conf.arg(name="")] = _PICTURED,
-    link_gbit_s: float = 80.0,
+    link: Rate = 80.0,
 ) -> None:
     """Draw what replicas and links do in the first steps, with strided and with sequential fragments.
 
     Args:
         output: Directory to write timeline.svg and timeline.png to.
         run: The run to draw; the fragments that it has come first.
-        link_gbit_s: Bandwidth of every link, in Gbit/s.
+        link: Bandwidth of every link; left out, 80Gbit.
     """
     from diloco.report.figures.drawing import save
     from diloco.report.figures.simulator import draw_timelines
@@ -279,8 +278,8 @@ def _timeline(
     def intervals(settings: MethodSettings) -> list[Interval]:
         drawn = replace(run, settings=settings)
         if run.preset == "paper":
-            return paper_timeline(drawn.paper_model(), gbit_s=link_gbit_s, num_steps=num_steps)
-        return physical_timeline(drawn.physical_model(), gbit_s=link_gbit_s, num_steps=num_steps)
+            return paper_timeline(drawn.paper_model(), gbit_s=link, num_steps=num_steps)
+        return physical_timeline(drawn.physical_model(), gbit_s=link, num_steps=num_steps)
 
     settings = run.settings
     if settings.streams:

@@ -17,6 +17,7 @@ from diloco.cli._recipe import changed, named_recipe
 from diloco.cli._streams import safe_streams
 from diloco.errors import UserError
 from diloco.training.config.config import TrainConfig, differences, with_value
+from diloco.training.config.joined import joined_config
 from diloco.training.config.recipes import RECIPES, recipe, with_hugging_face, with_model_at
 from diloco.training.config.resolve import Budget, epochs, parse_tokens, read_config_file, resolved
 
@@ -50,9 +51,14 @@ class Command:
 
 def run(arguments: list[str]) -> None:
     """Train a run of a recipe, or resume one."""
+    from diloco.training.processes import prepared
+
     with spelled(Command):
-        command, budget = _parsed(arguments)
-        _start(command, budget)
+        is_in_a_store = "rendezvous" in _words(arguments)[0] and not asks_for_help(arguments)
+        # Before a replica that joins reads the run's settings there, by a library that starts threads.
+        with prepared() if is_in_a_store else nullcontext():
+            command, budget = _parsed(arguments)
+            _start(command, budget)
 
 
 def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
@@ -62,14 +68,19 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
     resume, file = (Path(words[name]) if name in words else None for name in ("resume", "config"))
     if resume is not None and file is not None:
         raise UserError("resume goes on with the run's own settings: leave config out", "resume", "config")
+    if words.get("config") in RECIPES:
+        raise UserError(f"config={file} is a recipe, which stands alone: type diloco train {file}", "config")
     named = flags.pop(0) if flags and flags[0] in RECIPES else None
     hf, lora = words.get("model.hf"), words.get("model.lora")
     if resume is not None:
         config = _of_run(resume, named)
+        resume = config.directory
         config = with_model_at(config, hf, lora=lora) if hf or lora else config
     elif file is not None and not asks_for_help(flags):
         config, of_file = read_config_file(file, named, rendezvous=words.get("rendezvous"))
         budget = budget or of_file
+    elif named is None and "rendezvous" in words and not asks_for_help(flags) and _begins_with_flags(flags):
+        config = joined_config(words["rendezvous"], names_model=hf is not None)
     else:
         if named is None:
             named, flags = named_recipe(flags or arguments, prog="diloco train")
@@ -85,6 +96,10 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
     if budget is None and resume is None:
         budget = Budget(command.config.num_tokens, "tokens")
     return command, budget
+
+
+def _begins_with_flags(words: Sequence[str]) -> bool:
+    return not words or words[0].startswith("-")
 
 
 def _of_run(directory: Path, named: str | None) -> TrainConfig:
@@ -135,11 +150,15 @@ def _budget(words: Mapping[str, str]) -> Budget | None:
 
 def _start(command: Command, budget: Budget | None) -> None:
     """Prepare the run; then start it, or print what it would be."""
+    from diloco.training.processes import is_first_on_machine, prepared, under_a_launcher
+
+    speaks = is_first_on_machine()
+    if speaks and not command.dry_run and (line := meeting_line(command.config)):
+        print(line, flush=True)  # now: to import torch takes seconds
     from diloco.report.terminal.screen import Screen
     from diloco.report.terminal.training import change_lines, forecast_lines, preparation_progress, start_lines
     from diloco.training.config.forecast import forecast
     from diloco.training.prepare import prepare_run
-    from diloco.training.processes import prepared, under_a_launcher
     from diloco.training.records.runs import (
         CONFIG_FILE,
         check_not_running,
@@ -154,7 +173,7 @@ def _start(command: Command, budget: Budget | None) -> None:
     own = None if command.resume is not None else own_run(command.config)
     resume = command.resume or own
     with nullcontext() if command.dry_run else prepared():
-        with preparation_progress(Screen(stderr=True)) as progress:
+        with preparation_progress(Screen(stderr=True)) if speaks else nullcontext() as progress:
             asked = prepare_run(command.config, resume=command.resume, own=own, budget=budget, progress=progress)
         config = resolved(asked)
         saved = config if resume is None else read_config(resume)
@@ -167,13 +186,24 @@ def _start(command: Command, budget: Budget | None) -> None:
             return
         file = config.directory / CONFIG_FILE
         was_there = file.exists() and resume is None  # then the run in the directory is another one
-        is_first = os.environ.get("RANK", "0") == "0"
-        if is_first:
+        if speaks:
             print("\n".join([*lines, *_addresses(config)]), flush=True)
         hint = f"go on with: {resume_command(config)}"
-        lock = running(config.directory) if is_first else nullcontext()
-        with hinted(hint, when=lambda: file.exists() and not was_there), lock:
+        lock = running(config.directory, hint=hint) if os.environ.get("RANK", "0") == "0" else nullcontext()
+        with lock, hinted(partial(_hint, config), when=lambda: file.exists() and not was_there):
             _train(asked, is_resume=resume is not None)
+
+
+def _hint(config: TrainConfig) -> str:
+    """The way to go on with a run that has ended too early."""
+    from diloco.training.processes import under_a_launcher
+    from diloco.training.records.checkpoints import finished_steps
+
+    held = [{*finished_steps(config.checkpoints, replica)} for replica in range(config.num_local_replicas)]
+    if under_a_launcher():  # other machines hold what is not here
+        held = [steps for steps in held if steps] or held
+    step = max(set.intersection(*held), default=0)
+    return f"{f'go on from step {step}' if step else 'no step is saved: go on'} with: {resume_command(config)}"
 
 
 def resume_command(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> str:
@@ -201,6 +231,27 @@ _TORCHRUN_FLAGS = {
 """Flags of torchrun, and the variables that have their values in its processes."""
 
 
+def meeting_line(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> str:
+    """A line about the place at which this machine meets others; empty where there are none.
+
+    Args:
+        config: as asked for.
+        environment: the variables in which torchrun describes the place.
+    """
+    from diloco.training.processes import process_name
+
+    if config.rendezvous is not None:
+        return f"start a replica, in the store {config.rendezvous}"
+    if not (rank := environment.get("RANK", "")).isdecimal():
+        return ""
+    name, first = (process_name(config.processes_per_replica, number) for number in (int(rank), 0))
+    whom = "waits for the others" if rank == "0" else f"meets {first}"
+    where = f"{environment.get('MASTER_ADDR')}, port {environment.get('MASTER_PORT')}"
+    return (
+        f"start {name} of {config.num_replicas}, which {whom} at {where}, for up to {config.timeout_seconds:g} s"
+    )
+
+
 def _addresses(config: TrainConfig) -> Iterator[str]:
     if config.prometheus_port is not None:
         ports = range(config.prometheus_port, config.prometheus_port + config.num_local_replicas)
@@ -219,19 +270,20 @@ def _train(asked: TrainConfig, *, is_resume: bool) -> None:
 
 
 def _replica(asked: TrainConfig, is_resume: bool) -> None:
-    """Train one replica, or one of its shards, in this process; the first shows progress and outcome."""
+    """Train one replica, or one of its shards, in this process; a machine's first shows progress and outcome."""
     from diloco.report.terminal.screen import Screen
     from diloco.report.terminal.training import TrainingProgress, print_outcome
     from diloco.training.loop import train
+    from diloco.training.processes import is_first_on_machine
 
     with safe_streams():
-        config, console = resolved(asked), Screen()
-        progress = TrainingProgress(config, console) if int(os.environ["RANK"]) == 0 else None
+        config, console, rank = resolved(asked), Screen(), int(os.environ["RANK"])
+        progress = TrainingProgress(config, console, rank=rank) if is_first_on_machine() else None
         on_start = None if progress is None else partial(progress.started, is_resume=is_resume)
         try:
             outcome = train(asked, resume=is_resume, on_start=on_start, on_step=progress)
         finally:
             if progress is not None:
                 progress.close()
-        if outcome is not None:
-            print_outcome(config, outcome, console)
+        if progress is not None:
+            print_outcome(config, outcome, console, rank=rank)

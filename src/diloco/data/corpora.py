@@ -174,7 +174,8 @@ def _match(source: str) -> tuple[Path, list[Path]]:
             "data set of the Hugging Face hub by hf:NAME"
         )
     if not paths:
-        raise UserError(f"source {source!r} matches no file: name a file, or a glob such as 'texts/**/*.txt'")
+        hub = "" if set("./*") & set(source) else f", or hf:{source} for that data set of the Hugging Face Hub"
+        raise UserError(f"source {source!r} matches no file: name a file, or a glob such as 'texts/**/*.txt'{hub}")
     for path in paths:
         if suffixes_of(path) is None:
             raise UserError(f"{path} has none of the known suffixes: {', '.join(SUFFIXES)}")

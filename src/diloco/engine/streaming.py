@@ -3,8 +3,11 @@
 Shapes: N elements of one fragment.
 """
 
+import atexit
+import logging
 import math
 import operator
+import sys
 import time
 import warnings
 import weakref
@@ -266,6 +269,16 @@ class StreamingDiLoCo:
         self._loads = ModelLoads(model, self._replica)
         self._buffers, self._is_first_step = Buffers(model), True
         self._sound, self._stands_in = True, False  # Θ for θ, in the model
+        self._kept_steps, self._num_changes = 0, self._count_changes()
+        self._is_watched = True
+        _WATCHED.add(self)
+
+    _is_watched = False
+    """True while the end of this engine is to be judged; not if it was never built."""
+
+    def __del__(self) -> None:
+        if self._is_watched and sys.exc_info()[0] is None:  # else an error is being handled, which says more
+            self._warn_of_the_end()
 
     def step(self, *, tokens: int | None = None) -> tuple[OuterStep, ...]:
         """Count an inner step, send the fragments that are due, merge those whose overlap has passed.
@@ -353,6 +366,7 @@ class StreamingDiLoCo:
         self._warn_of_unsent()
         if flush:
             self._warn_of_uncounted()
+        self._nothing_is_lost()
         return merged
 
     def reset_outer(self) -> None:
@@ -368,6 +382,7 @@ class StreamingDiLoCo:
         self._check_going_on()
         self._membership.reset_outer()
         self._loads.accept()
+        self._nothing_is_lost()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of this replica that resumes, what is in flight included; model and optimizer apart.
@@ -380,7 +395,9 @@ class StreamingDiLoCo:
         """
         self._check_own_parameters("state_dict")
         self._check_sound()
-        return self._membership.state_dict()
+        state = self._membership.state_dict()
+        self._nothing_is_lost()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state, and send again what was in flight; every replica must load the same step.
@@ -403,6 +420,7 @@ class StreamingDiLoCo:
             self._membership.load(accepted)
         self._loads.accept(until_next_step=not unfrozen)
         self._buffers.begin()
+        self._nothing_is_lost()
 
     @property
     def num_steps(self) -> int:
@@ -475,13 +493,14 @@ class StreamingDiLoCo:
 
         Evaluate in there, and save a model to ship; inner steps and the engine's state are refused.
         """
-        stood_in = self._stands_in
+        stood_in, num_changes = self._stands_in, self._count_changes()
         with self._loads.undone(), self._replica.parameters.replaced_by(self.outer_parameters()):
             self._stands_in = True
             try:
                 yield
             finally:
                 self._stands_in = stood_in
+        self._num_changes += self._count_changes() - num_changes
 
     def copy_outer_to_model(self) -> None:
         """Leave Θ in the model for good, after `finish()`: so that whatever saves the model saves Θ."""
@@ -510,10 +529,7 @@ class StreamingDiLoCo:
                 "finish(flush=True), or choose a smaller sync_every"
             )
         else:
-            message = (
-                "no inner step was counted, and nothing exchanged: call engine.step() after each inner step, or "
-                "attach the optimizer whose step() your loop calls"
-            )
+            message = f"no inner step was counted, and nothing exchanged: {_COUNT}"
         warnings.warn(message, stacklevel=3)
 
     def _warn_of_uncounted(self) -> None:
@@ -525,6 +541,29 @@ class StreamingDiLoCo:
                 "again",
                 stacklevel=3,
             )
+
+    def _nothing_is_lost(self) -> None:
+        """Note that this engine may end after this step: it has finished, or its state was saved or loaded."""
+        self._kept_steps, self._num_changes = self.num_steps, self._count_changes()
+
+    def _count_changes(self) -> int:
+        """The number of operations that have changed the model's parameters in place."""
+        return sum(parameter._version for parameter in self._replica.parameters.by_name.values())
+
+    def _warn_of_the_end(self) -> None:
+        """Name the line that a loop lacks if work is lost with this engine; once, and not after its own error."""
+        self._is_watched = False
+        if self.num_steps > self._kept_steps:
+            warning = (
+                f"an engine ends after {self.num_steps} inner steps without finish(): what was in flight is lost, "
+                "and the model holds this replica's own parameters: add engine.finish() after the loop"
+            )
+        elif not self.num_steps and self._loads.pending is None and self._count_changes() > self._num_changes:
+            warning = f"an engine ends whose model was trained, and no inner step was counted: {_COUNT}"
+        else:
+            return
+        if self._sound and self._membership.failure is None:
+            _LOG.warning(warning)
 
     @contextmanager
     def _fail_together(self) -> Iterator[None]:
@@ -555,6 +594,28 @@ class StreamingDiLoCo:
         self._check_sound()
         if (failure := self._membership.failure) is not None:
             raise ExchangeError(f"step {self.num_steps}: {failure}")
+
+
+_COUNT = (
+    "add engine.attach(optimizer) before the loop, with the optimizer whose step() it calls, or engine.step() "
+    "after each inner step"
+)
+_LOG = logging.getLogger("diloco")
+_WATCHED: "weakref.WeakSet[StreamingDiLoCo]" = weakref.WeakSet()
+
+
+@atexit.register
+def _end_with_the_program() -> None:
+    """Judge the engines that the program still holds; not if an error has ended it, which was printed."""
+    for engine in [*_WATCHED]:
+        if engine._is_watched and getattr(sys, "last_value", None) is None:
+            engine._warn_of_the_end()
+        engine._is_watched = False
+
+
+def see_to_its_end(engine: StreamingDiLoCo) -> None:
+    """Have an engine end without a word: its loop finishes it, and says itself why it ends before."""
+    engine._is_watched = False
 
 
 def _checked_tokens(tokens: object) -> int:

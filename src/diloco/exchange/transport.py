@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -349,7 +350,9 @@ def _short(value: object, most: int = 200) -> str:
 def wait_for_all(
     missing: Callable[[], str], *, begin: float, seconds: float, where: str = "", remedy: str
 ) -> None:
-    """Wait until nobody is missing; log whom this process waits for, after 3 s and, where that changes, every 3 s.
+    """Wait until nobody is missing; log who is, after 3 s, and again every minute, or where that changes.
+
+    Of the processes of a machine that a launcher has numbered, the first alone logs it.
 
     Args:
         missing: names those that have not come, in words, such as `replica 1`; empty once all have.
@@ -361,18 +364,21 @@ def wait_for_all(
     Raises:
         ExchangeError: naming those that did not arrive in time.
     """
-    last_names, next_log = "", SECONDS_OF_SILENCE
+    is_logged = os.environ.get("LOCAL_RANK", "0") == "0"
+    last_names, last_log = "", 0.0
     while names := missing():
         waited = time.monotonic() - begin
         if waited > seconds:
             raise ExchangeError(f"{names} did not arrive{where} within {seconds:g} s: {remedy}")
-        if waited > next_log and names != last_names:
-            _LOG.warning("waiting for %s%s …", names, where)
-            last_names, next_log = names, waited + SECONDS_OF_SILENCE
+        silence = SECONDS_OF_SILENCE if names != last_names else _SECONDS_BETWEEN_LINES
+        if is_logged and waited > last_log + silence:
+            _LOG.warning("waiting for %s%s, up to %.0f s more …", names, where, seconds - waited)
+            last_names, last_log = names, waited
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
 SECONDS_OF_SILENCE = 3.0
 """Time after which a wait for others is logged."""
+_SECONDS_BETWEEN_LINES = 60.0
 _SECONDS_BETWEEN_LOOKS = 0.05
 _LOG = logging.getLogger("diloco")

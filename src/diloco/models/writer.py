@@ -43,10 +43,7 @@ class Writer:
         top_k: int = 40,
         seed: int = 0,
     ) -> None:
-        if not 0 <= temperature < math.inf:
-            raise UserError(f"temperature={temperature} must be at least 0 and finite", "temperature")
-        if top_k < 1:
-            raise UserError(f"top_k={top_k} must be at least 1", "top_k")
+        check_sampling(temperature, top_k)
         self._model, self._context, self._device, self._vocab_size = model, context, device, vocab_size
         self._temperature, self._top_k = temperature, top_k
         self._generator = torch.Generator().manual_seed(seed)
@@ -85,6 +82,18 @@ class Writer:
         scaled = (top.values - top.values[0]) / self._temperature
         choice = torch.multinomial(scaled.softmax(dim=-1), 1, generator=self._generator)
         return int(top.indices[choice])
+
+
+def check_sampling(temperature: float, top_k: int) -> None:
+    """Refuse values that `Writer` can't take.
+
+    Raises:
+        UserError: if one is out of its range.
+    """
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"temperature={temperature} must be at least 0 and finite", "temperature")
+    if top_k < 1:
+        raise UserError(f"top_k={top_k} must be at least 1", "top_k")
 
 
 def generate(writer: Writer, num_tokens: int, *, stop: int | None = None) -> Iterator[int]:

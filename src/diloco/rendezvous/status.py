@@ -1,10 +1,10 @@
 """A run at one moment, from the state that its log makes: its replicas, its progress, its traffic."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from diloco.rendezvous.archive import newest_state
 from diloco.rendezvous.contract import Form
@@ -141,7 +141,10 @@ class RunStatus:
     contributors: float
     """Replicas in an outer step, on average over the last ones."""
     traffic: Traffic
-    """Estimated traffic so far, looks for something new left out."""
+    """Estimated traffic so far: of what was counted, read by the replicas that were active then.
+
+    Looks for something new and the start of a joiner are left out.
+    """
 
     @property
     def num_active(self) -> int:
@@ -202,9 +205,7 @@ def _replica(state: RunState, number: int, last: Sequence[OuterRef]) -> ReplicaS
 
 
 def _traffic(state: RunState, form: Form, num_slots: int) -> Traffic:
-    """The traffic so far, as if the replicas that are active now had read everything."""
-    num_payloads = sum(1 + max(state.last_seqs(replica)) for replica in range(len(state.members)))
-    num_active = len(state.active)
+    """The traffic so far: payloads and averages have the mean size over the fragments."""
     fragments, num_shares = range(len(form.sizes)), form.num_shares
     payload_bytes = num_shares * sum(map(form.share_bytes, fragments)) / len(fragments)
     average_bytes = num_shares * sum(map(form.average_bytes, fragments)) / len(fragments)
@@ -213,21 +214,18 @@ def _traffic(state: RunState, form: Form, num_slots: int) -> Traffic:
     snapshot_bytes = sum(
         count * 4 * size * (1 + num_slots) for count, size in zip(snapshots, form.sizes, strict=True)
     )
-    steps = exchange(
-        num_replicas=num_active,
-        num_payloads=num_payloads,
-        num_steps=state.num_outer,
-        payload_bytes=payload_bytes,
-        average_bytes=average_bytes,
-        num_shares=num_shares,
-    )
-    num_other_entries = state.number - state.num_outer
-    return Traffic(
-        creates=steps.creates + num_other_entries + sum(snapshots),
-        gets=steps.gets + num_active * num_other_entries,
-        bytes_up=steps.bytes_up + snapshot_bytes,
-        bytes_down=steps.bytes_down,
-    )
+    traffic = Traffic(creates=1 + sum(snapshots), gets=0, bytes_up=snapshot_bytes, bytes_down=0)  # with entry 0
+    for num_active, written in state.written.items():
+        traffic += Traffic(creates=written.others, gets=num_active * written.others, bytes_up=0, bytes_down=0)
+        traffic += exchange(
+            num_replicas=num_active,
+            num_payloads=written.contributions,
+            num_steps=written.outer_steps,
+            payload_bytes=payload_bytes,
+            average_bytes=average_bytes,
+            num_shares=num_shares,
+        )
+    return traffic
 
 
 class Look:
@@ -247,6 +245,8 @@ class Look:
         self._log: Log | None = None
         self._facts: RunFacts
         self._with_timeline, self._most_entries = with_timeline, most_entries
+        self.facts: Mapping[str, Any] = {}
+        """The settings that all replicas share, by name."""
         self.timeline: Timeline | None = None
         """The timeline up to the last look, if it was asked for."""
         self.is_behind = False
@@ -266,7 +266,7 @@ class Look:
         at_once = MOST_AT_ONCE if self._log is None or self.is_behind else 2
         if self._log is None:
             create, first = await first_entry(self._store)
-            self._facts = RunFacts.of(create)
+            self._facts, self.facts = RunFacts.of(create), create.facts
             if self._with_timeline:
                 self.timeline = Timeline(state=first)
             else:

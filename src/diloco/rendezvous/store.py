@@ -261,7 +261,8 @@ def _directory(path: str) -> "tuple[str, ObjectStore]":
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is a file: give a directory", "url")
     if not directory.parent.is_dir():
-        raise UserError(f"{directory.parent} does not exist: make it, or mount it, first", "url")
+        bucket = "" if path.startswith(("/", ".", "~")) else "; a bucket is s3://bucket/prefix"
+        raise UserError(f"{directory.parent} does not exist: make it, or mount it, first{bucket}", "url")
     make_directory(directory)
     try:
         return str(directory), LocalStore(directory, automatic_cleanup=True)  # of empty directories
@@ -625,7 +626,9 @@ class _Retry:
         pause = random.uniform(0, self._longest)
         self._longest = min(2 * self._longest, _LONGEST_PAUSE_SECONDS)
         if pause >= self.seconds_left:
-            remedy = "the directory" if self._store.is_directory else "the network and the store's endpoint"
+            remedy = (
+                "the directory" if self._store.is_directory else "the network, the store's endpoint and region"
+            )
             raise StoreUnreachableError(
                 f"can't {self.action} in {self._store.url} within {self._patience_seconds:g} s: check {remedy} "
                 f"({self.reason})"

@@ -42,7 +42,7 @@ def experiment_section(path: Path) -> Section:
         notes=[
             f"The paper ({one.source}): {one.claim}",
             *([f"Measured: {measured}."] if measured else []),
-            f"{runs}; points are means over the seeds, bars their range.",
+            f"{runs}.",
         ],
         facts={"verdict": verdict} if verdict else {},
         charts=[_chart(panel) for panel in one.panels(rows)],
@@ -51,7 +51,7 @@ def experiment_section(path: Path) -> Section:
 
 
 def _chart(panel: Panel) -> Chart:
-    names = panel.names
+    names, title = panel.names, panel.y_label.partition(",")[0]
     series = [
         Series(
             label=label,
@@ -61,9 +61,10 @@ def _chart(panel: Panel) -> Chart:
         for index, (label, points) in enumerate(panel.curves.items())
     ]
     return Chart(
-        title=panel.y_label + (f", {panel.title}" if panel.title and not panel.legend else ""),
+        title=title[:1].upper() + title[1:] + (f", {panel.title}" if panel.title and not panel.legend else ""),
         x=panel.x_label,
-        about="The paper's numbers." if panel.published else "",
+        y=panel.y_label,
+        about="The paper's numbers." if panel.published else "Measured: means over the seeds, bars their range.",
         legend=panel.legend,
         series=series,
         names=[name.replace("_", " ") for name in names],

@@ -1,14 +1,15 @@
 "use strict";
 // Every text of a run reaches the page through textContent, never as markup.
-const COLORS = ["#1d4ed8", "#c2410c", "#0f766e", "#7e22ce", "#a16207", "#be123c", "#4d7c0f", "#475569"];
-const DASHES = ["", "7 2", "7 2 2 2", "2 2"];
-const MARKS = { died: ["×", "#be123c"], replaced: ["◆", "#1a1a1a"], revoked: ["◆", "#be123c"], left: ["|", "#1a1a1a"] };
+// Colours are classes of page.css, which has a light and a dark one for each.
+const NUM_COLORS = 8, DASHES = ["", "7 2", "7 2 2 2", "2 2"];
+const MARKS = { died: ["×", "bad"], replaced: ["◆", "ink"], revoked: ["◆", "bad"], left: ["|", "ink"] };
 const SECONDS = 2;
 const SVG = "http://www.w3.org/2000/svg";
-const HEIGHT = 250, LEFT = 52, RIGHT = 12, TOP = 8, BOTTOM = 38, LANE = 16, COLUMN = 336, GAP = 20, LETTER = 6.5;
+const HEIGHT = 250, LEFT = 48, RIGHT = 12, TOP = 26, BOTTOM = 38, LANE = 16, COLUMN = 336, GAP = 20, LETTER = 6.7;
 const NAMES = 125, MOST_LETTERS = 20;
 
-const color = (index) => (index < 0 ? "#1a1a1a" : COLORS[index % COLORS.length]);
+const color = (index) => (index < 0 ? "ink" : `c${index % NUM_COLORS}`);
+const dash = (index) => (index < 0 ? "" : DASHES[(index + Math.floor(index / NUM_COLORS)) % DASHES.length]);
 const last = (list) => list[list.length - 1];
 const cut = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
@@ -73,25 +74,44 @@ function axis([low, high], begin, end, isLog, most) {
 
 function curve(one, path) {
   return shape("path", {
-    d: path, fill: "none", stroke: color(one.color), "stroke-linejoin": "round",
-    "stroke-width": one.thin ? 1 : 1.8, "stroke-opacity": one.thin ? 0.7 : 1,
-    "stroke-dasharray": DASHES[Math.max(0, one.color) % DASHES.length],
+    d: path, class: color(one.color), fill: "none", stroke: "currentColor", "stroke-linejoin": "round",
+    "stroke-width": one.thin ? 1 : 1.8, "stroke-opacity": one.thin ? 0.6 : 1, "stroke-dasharray": dash(one.color),
   });
 }
 
-function legend(chart, series) {
-  const made = classed("legend", element("div"));
-  if (chart.legend && series.some((one) => one.label)) made.append(element("span", `${chart.legend}:`));
-  for (const one of series) {
-    if (!one.label) continue;
+// The name by which a curve is hidden, in all charts of its section: a run's thin curves go with the run's own.
+function key(section, chart, one) {
+  const named = one.label ? one : chart.series.find((other) => other.label && other.color === one.color) || one;
+  return `${section.title}\n${named.label}`;
+}
+
+function legend(section, chart) {
+  const made = classed("legend", element("div")), labelled = chart.series.filter((one) => one.label);
+  if (chart.legend && labelled.length) made.append(element("span", `${chart.legend}:`));
+  for (const one of labelled) {
+    if (!chart.lanes.length && !one.points.length) continue;
     const line = shape("svg", { width: 26, height: 10 });
-    if (chart.lanes.length) line.append(shape("rect", { width: 26, height: 10, fill: color(one.color) }));
+    if (chart.lanes.length) line.append(shape("rect", { width: 26, height: 10, class: color(one.color), fill: "currentColor" }));
     else if (!chart.names.length) line.append(curve(one, "M0 5H26"));
     if (!chart.lanes.length && !chart.is_history)
-      line.append(shape("circle", { cx: 13, cy: 5, r: 3, fill: color(one.color) }));
-    const value = one.value !== null ? one.value : chart.is_history && one.points.length ? last(one.points)[1] : null;
-    const text = value === null ? " " : ` ${number(value)} `;
-    made.append(element("span", "", line, element("b", text), one.label));
+      line.append(shape("circle", { cx: 13, cy: 5, r: 3, class: color(one.color), fill: "currentColor" }));
+    const value = one.value || (chart.is_history && one.points.length ? number(last(one.points)[1]) : "");
+    const text = value ? ` ${value}` : "";
+    const shownValue = element("b", text);
+    shownValue.dataset.label = one.label;
+    if (chart.lanes.length || labelled.length < 2) {
+      made.append(element("span", "", line, one.label, shownValue));
+      continue;
+    }
+    const name = key(section, chart, one), toggle = element("button", "", line, one.label, shownValue);
+    toggle.dataset.key = `${chart.title}\n${name}`;
+    toggle.setAttribute("aria-pressed", !hidden.has(name));
+    toggle.title = hidden.has(name) ? "show it again" : "hide it";
+    toggle.addEventListener("click", () => {
+      if (!hidden.delete(name)) hidden.add(name);
+      draw();
+    });
+    made.append(toggle);
   }
   return made;
 }
@@ -100,14 +120,19 @@ function frame(chart, width, height, left) {
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": chart.title });
   const middle = (left + width - RIGHT) / 2;
   svg.append(shape("text", { x: middle, y: height - 5, "text-anchor": "middle" }, chart.x));
+  if (chart.y) svg.append(shape("text", { x: 0, y: 12 }, chart.y));
   return svg;
 }
 
-function xTicks(svg, ticks, x, width, height, names) {
+// Labels that would touch the one before them are left out.
+function xTicks(svg, ticks, x, width, height) {
+  let free = -Infinity;
   for (const tick of ticks) {
-    const anchor = x(tick) > width - 30 ? "end" : "middle";
-    const text = names.length ? names[tick] : number(tick);
-    svg.append(shape("text", { x: x(tick), y: height - BOTTOM + 16, "text-anchor": anchor }, text));
+    const text = number(tick), half = (LETTER * text.length) / 2;
+    const middle = Math.min(x(tick), width - half - 1);
+    if (middle - half < free) continue;
+    free = middle + half + LETTER;
+    svg.append(shape("text", { x: middle, y: height - BOTTOM + 16, "text-anchor": "middle" }, text));
   }
 }
 
@@ -115,148 +140,233 @@ function marks(svg, one, x, y) {
   for (const [a, b, low, high] of one.points) {
     const at = x(a), shade = color(one.color);
     if (low < high)
-      svg.append(shape("path", { d: `M${at} ${y(low)}V${y(high)}M${at - 3} ${y(low)}h6M${at - 3} ${y(high)}h6`, stroke: shade }));
-    svg.append(shape("circle", { cx: at, cy: y(b), r: 3, fill: shade }));
+      svg.append(shape("path", {
+        d: `M${at} ${y(low)}V${y(high)}M${at - 3} ${y(low)}h6M${at - 3} ${y(high)}h6`, class: shade, stroke: "currentColor",
+      }));
+    svg.append(shape("circle", { cx: at, cy: y(b), r: 3, class: shade, fill: "currentColor" }));
   }
 }
 
-function curves(chart, width) {
-  const all = chart.series.filter((one) => one.points.length);
+// The curves of a chart that are shown: not hidden, and only of the part of the run that is asked for.
+function visible(section, chart) {
+  const all = chart.series.filter((one) => one.points.length && !hidden.has(key(section, chart, one)));
   const end = Math.max(...all.map((one) => last(one.points)[0]));
   const begin = chart.is_history ? end * (1 - Number(shown.value)) : -Infinity;
-  const series = all.map((one) => ({ ...one, points: one.points.filter((point) => point[0] >= begin) }))
+  return all.map((one) => ({ ...one, points: one.points.filter((point) => point[0] >= begin) }))
     .filter((one) => one.points.length);
+}
+
+function ends(chart, series) {
   const points = series.flatMap((one) => one.points);
+  if (!points.length) return null;
+  const from = chart.is_history && shown.value === "1" ? 0 : points[0][0];
+  const inX = chart.names.length ? [-0.5, chart.names.length - 0.5] : range(points.map((point) => point[0]), from);
+  return [inX, range(points.flatMap((point) => point.slice(1)), chart.from_zero ? 0 : points[0][1])];
+}
+
+// The ends of the axes of charts of one title, over all runs.
+function commonEnds() {
+  const made = new Map();
+  if (!common.checked) return made;
+  for (const one of page.sections)
+    for (const chart of one.charts.filter((chart) => chart.is_history && chart.series.length)) {
+      const own = ends(chart, visible(one, chart)), before = made.get(chart.title);
+      if (own) made.set(chart.title, before ? own.map(([low, high], i) =>
+        [Math.min(low, before[i][0]), Math.max(high, before[i][1])]) : own);
+    }
+  return made;
+}
+
+function curves(section, chart, width, inCommon) {
+  const series = visible(section, chart);
   const below = BOTTOM + (chart.names.length ? NAMES : 0), height = HEIGHT + below - BOTTOM;
   const svg = frame(chart, width, height, LEFT);
-  const inX = chart.names.length ? [-0.5, chart.names.length - 0.5]
-    : range(points.map((point) => point[0]), chart.is_history ? begin : points[0][0]);
-  const inY = range(points.flatMap((point) => point.slice(1)), chart.from_zero ? 0 : points[0][1]);
+  const [inX, inY] = (chart.is_history && inCommon.get(chart.title)) || ends(chart, series) || [[0, 1], [0, 1]];
   const pad = chart.is_history ? 0 : 10, bottom = height - below;
   const [x, across] = axis(inX, LEFT + pad, width - RIGHT - pad, chart.x_log, width / 90);
   const [y, up] = axis(inY, bottom - pad, TOP + pad, chart.y_log, 5);
   for (const tick of up) {
-    svg.append(shape("path", { d: `M${LEFT} ${y(tick)}H${width - RIGHT}`, stroke: "#e2e2e2" }));
+    svg.append(shape("path", { d: `M${LEFT} ${y(tick)}H${width - RIGHT}`, class: "line", stroke: "currentColor" }));
     svg.append(shape("text", { x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, number(tick)));
   }
   if (chart.names.length)
     chart.names.forEach((name, index) => svg.append(shape("text", {
       "text-anchor": "end", transform: `translate(${x(index) + 4} ${bottom + 12}) rotate(-60)`,
     }, cut(name, MOST_LETTERS))));
-  else xTicks(svg, across, x, width, height, []);
+  else xTicks(svg, across, x, width, height);
   for (const one of series) {
     const path = one.points.map(([a, b], i) => `${i ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("");
     if (!chart.names.length) svg.append(curve(one, one.points.length > 1 ? path : `${path}h0.1`));
     if (!chart.is_history || one.points.length === 1) marks(svg, one, x, y);
   }
-  return [svg, legend(chart, series)];
+  if (chart.is_history) svg.addEventListener("pointerleave", draw);
+  if (chart.is_history) svg.addEventListener("pointermove", (event) => {
+    const at = (event.offsetX / svg.clientWidth) * width;
+    const nearest = (one) => one.points.reduce((a, b) => (Math.abs(x(b[0]) - at) < Math.abs(x(a[0]) - at) ? b : a));
+    point(svg, chart, series.map((one) => [one, nearest(one)]), x, bottom);
+  });
+  return svg;
+}
+
+// A line where the pointer is, with the values of the curves there in the legend.
+function point(svg, chart, at, x, bottom) {
+  const places = at.map(([, [a]]) => a);
+  if (!places.length) return;
+  const end = Math.max(...places), line = svg.querySelector(".pointer") || shape("path", { class: "pointer ink", stroke: "currentColor" });
+  line.setAttribute("d", `M${x(end)} ${TOP}V${bottom}`);
+  svg.append(line);
+  svg.querySelector("text").textContent = `${chart.x}: ${number(end)}`;
+  for (const [one, [, value]] of at) {
+    const shownValue = [...svg.parentElement.querySelectorAll(".legend b")].find((b) => b.dataset.label === one.label);
+    if (one.label && shownValue) shownValue.textContent = ` ${number(value)}`;
+  }
 }
 
 function lanes(chart, width) {
   const bars = chart.lanes.flatMap((lane) => lane.bars);
-  const height = TOP + LANE * chart.lanes.length + BOTTOM;
+  const top = 4, height = top + LANE * chart.lanes.length + BOTTOM;
   const left = Math.min(width / 3, 12 + LETTER * Math.max(...chart.lanes.map((lane) => lane.label.length)));
   const svg = frame(chart, width, height, left);
-  const ends = range(bars.flat(), bars.length ? bars[0][0] : 0);
-  const [x, ticks] = axis(ends, left, width - RIGHT - 4, false, (width - left) / 90);
+  const span = range(bars.flat(), bars.length ? bars[0][0] : 0);
+  const [x, ticks] = axis(span, left, width - RIGHT - 4, false, (width - left) / 90);
   for (const tick of ticks)
-    svg.append(shape("path", { d: `M${x(tick)} ${TOP}V${height - BOTTOM}`, stroke: "#e2e2e2" }));
-  xTicks(svg, ticks, x, width, height, []);
+    svg.append(shape("path", { d: `M${x(tick)} ${top}V${height - BOTTOM}`, class: "line", stroke: "currentColor" }));
+  xTicks(svg, ticks, x, width, height);
   chart.lanes.forEach((lane, index) => {
-    const y = TOP + LANE * (index + 0.5), shade = color(lane.color);
-    svg.append(shape("text", { x: left - 6, y: y + 4, "text-anchor": "end" }, cut(lane.label, Math.floor((left - 6) / LETTER))));
+    const y = top + LANE * (index + 0.5), shade = color(lane.color);
+    const name = shape("text", { x: left - 6, y: y + 4, "text-anchor": "end" }, cut(lane.label, Math.floor((left - 6) / LETTER)));
+    name.append(shape("title", {}, lane.label));
+    svg.append(name);
     for (const [begin, end] of lane.bars)
       svg.append(shape("rect", {
-        x: x(begin), y: y - LANE / 3, width: Math.max(1.5, x(end) - x(begin)), height: (2 * LANE) / 3, fill: shade, "fill-opacity": 0.3,
+        x: x(begin), y: y - LANE / 3, width: Math.max(1.5, x(end) - x(begin)), height: (2 * LANE) / 3, class: shade, fill: "currentColor", "fill-opacity": 0.35,
       }));
-    for (const dot of lane.dots) svg.append(shape("circle", { cx: x(dot), cy: y, r: 2, fill: shade }));
+    for (const dot of lane.dots) svg.append(shape("circle", { cx: x(dot), cy: y, r: 2, class: shade, fill: "currentColor" }));
     const [mark, markColor] = MARKS[lane.end] || [];
-    if (mark) {
-      const sign = shape("text", { x: x(last(lane.bars)[1]), y: y + 5, "text-anchor": "middle", "font-weight": "bold" }, mark);
-      sign.style.fill = markColor;
-      svg.append(sign);
-    }
+    if (mark)
+      svg.append(shape("text", { x: x(last(lane.bars)[1]), y: y + 5, "text-anchor": "middle", class: `mark ${markColor}` }, mark));
   });
-  return [svg, legend(chart, chart.series)];
+  return svg;
 }
 
-function figure(chart, width) {
-  const [svg, names] = chart.lanes.length ? lanes(chart, width) : curves(chart, width);
-  return element("figure", "", element("h3", chart.title), svg, element("figcaption", "", names, element("div", chart.about)));
+function figure(section, chart, width, inCommon) {
+  const svg = chart.lanes.length ? lanes(chart, width) : curves(section, chart, width, inCommon);
+  const caption = element("figcaption", "", legend(section, chart), element("div", chart.about));
+  return element("figure", "", element("h3", chart.title), svg, caption);
 }
 
-function facts(values) {
+// Long names may break behind an underscore.
+const breakable = (text) => text.split("_").flatMap((part, index) => (index ? ["_", element("wbr"), part] : [part]));
+
+function facts(values, kind) {
   const list = element("dl");
+  if (kind) list.className = kind;
   for (const [name, value] of Object.entries(values)) {
-    const parts = value.split("_").flatMap((part, index) => (index ? ["_", element("wbr"), part] : [part]));
-    const fact = element("dd", "", ...parts);
+    const [result, ...more] = kind === "main" ? value.split(/(?= ± |, )/) : [];
+    const shownAs = name === "command" ? [element("code", value)]
+      : more.length ? [result, ...more.map((text) => element(text.startsWith(",") ? "i" : "small", text.replace(/^, /, "")))]
+      : breakable(value);
+    const fact = element("dd", "", ...shownAs);
     fact.dataset.fact = name;
     const pair = element("div", "", element("dt", name), fact);
-    if (value.length > 34) pair.className = "wide";
+    if (kind === "main" && !more.length && value.length > 18) pair.className = "long";
+    else if (!kind && value.length > 34) pair.className = "wide";
     list.append(pair);
   }
   return list;
 }
 
-function table({ columns, rows }) {
-  const head = element("tr", "", ...columns.map((name) => element("th", name)));
-  const body = rows.map((row) => element("tr", "", ...row.map((cell) => element("td", cell))));
+function dot(index) {
+  const svg = shape("svg", { width: 12, height: 12 });
+  svg.append(shape("circle", { cx: 6, cy: 6, r: 5, class: color(index), fill: "currentColor" }));
+  return svg;
+}
+
+function table({ columns, rows, colors }) {
+  const head = element("tr", "", ...columns.map((name) => element("th", "", ...breakable(name))));
+  const body = rows.map((row, index) => {
+    const cells = row.map((cell, column) => element("td", "", ...(column ? [cell] : breakable(cell))));
+    if (colors.length) cells[0].prepend(dot(colors[index]));
+    return element("tr", "", ...cells);
+  });
   const made = element("table", "", element("thead", "", head), element("tbody", "", ...body));
   return classed("table", element("div", "", made));
 }
 
-function content(one, width) {
-  const made = one.notes.map((text) => element("p", text));
-  if (Object.keys(one.facts).length) made.push(facts(one.facts));
+function sample({ prompt, text }) {
+  return element("blockquote", "", element("b", prompt), text);
+}
+
+function content(one, width, inCommon) {
+  const made = one.headline ? [classed("lead", element("p", one.headline))] : [];
+  made.push(...one.notes.map((text) => element("p", text)));
+  const large = one.main.filter((name) => name in one.facts);
+  if (large.length) made.push(facts(Object.fromEntries(large.map((name) => [name, one.facts[name]])), "main"));
+  const rest = Object.entries(one.facts).filter(([name]) => !large.includes(name));
+  if (!large.length && rest.length) made.push(facts(one.facts));
+  if (one.table && one.table.rows.length && one.table.colors.length) made.push(table(one.table));
+  if (Object.keys(one.setup).length) made.push(facts(one.setup, "setup"));
   const drawn = one.charts.filter((chart) => chart.lanes.length || chart.series.some((series) => series.points.length));
   if (drawn.length)
-    made.push(classed("figures", element("div", "", ...drawn.map((chart) => figure(chart, width)))));
-  if (one.table && one.table.rows.length) made.push(table(one.table));
+    made.push(classed("figures", element("div", "", ...drawn.map((chart) => figure(one, chart, width, inCommon)))));
+  if (one.samples.length)
+    made.push(element("h4", "The model writes"), classed("samples", element("div", "", ...one.samples.map(sample))));
+  if (one.table && one.table.rows.length && !one.table.colors.length) made.push(table(one.table));
+  if (large.length && rest.length) made.push(folded(`${one.title}\nall numbers`, false,
+    element("summary", "All other numbers"), () => [facts(Object.fromEntries(rest))]));
   return made;
 }
 
-function section(one, width) {
+// Details whose content is made when it is first seen; what was opened or closed stays so when there is news.
+function folded(name, isOpen, head, make) {
+  const made = element("details", "", head);
+  made.open = unfolded.has(name) ? unfolded.get(name) : isOpen;
+  const fill = () => made.childElementCount > 1 || made.append(...make());
+  if (made.open) fill();
+  made.addEventListener("toggle", () => {
+    unfolded.set(name, made.open);
+    if (made.open) fill();
+  });
+  return made;
+}
+
+function section(one, width, inCommon) {
   const title = element("h2", one.title);
-  if (one.color >= 0) {
-    const dot = shape("svg", { width: 14, height: 14 });
-    dot.append(shape("circle", { cx: 6, cy: 7, r: 6, fill: color(one.color) }));
-    title.prepend(dot);
-  }
-  const head = element("summary", "", title, classed("standing", element("span", one.standing)));
+  if (one.color >= 0) title.prepend(dot(one.color));
+  const head = element("summary", "", title);
+  if (one.standing) head.append(classed("state", element("span", one.standing)));
+  if (one.eta) head.append(classed("eta", element("span", `ETA ${one.eta}`)));
   if (one.part !== null && one.part < 1) {
     const bar = element("progress");
     bar.value = one.part;
     bar.setAttribute("aria-label", "the share of the run that is over");
     head.append(bar);
   }
-  const made = element("details", "", head);
-  made.open = unfolded.has(one.title) ? unfolded.get(one.title) : one.is_open;
-  const fill = () => made.childElementCount > 1 || made.append(...content(one, width));
-  if (made.open) fill();
-  made.addEventListener("toggle", () => {
-    unfolded.set(one.title, made.open);
-    if (made.open) fill();
-  });
-  return made;
+  return folded(one.title, one.is_open, head, () => content(one, width, inCommon));
 }
 
 const main = document.querySelector("main"), note = document.getElementById("note");
-const shown = document.getElementById("shown"), unfolded = new Map();
-let page = { sections: [], note: "" };
+const shown = document.getElementById("shown"), common = document.getElementById("common");
+const unfolded = new Map(), hidden = new Set();
+let page = { sections: [], note: "", date: "" };
 
 function draw() {
-  const whole = main.clientWidth;
+  const whole = main.clientWidth, focused = document.activeElement.dataset.key;
   const columns = Math.max(1, Math.floor((whole + GAP) / (COLUMN + GAP)));
   const width = Math.floor((whole - GAP * (columns - 1)) / columns);
-  note.textContent = page.note;
-  shown.parentElement.hidden = !page.sections.some((one) => one.charts.some((chart) => chart.is_history));
-  main.replaceChildren(...page.sections.map((one) => section(one, width)));
+  note.textContent = [page.note, page.date].filter(Boolean).join("; ");
+  const withCurves = page.sections.filter((one) => one.charts.some((chart) => chart.is_history));
+  shown.parentElement.hidden = !withCurves.length;
+  common.parentElement.hidden = withCurves.length < 2;
+  const inCommon = commonEnds();
+  main.replaceChildren(...page.sections.map((one) => section(one, width, inCommon)));
+  if (focused) [...main.querySelectorAll("button")].find((one) => one.dataset.key === focused)?.focus();
 }
 
 async function look() {
   if (!document.hidden) {
     try {
-      const answer = await fetch("/page.json");
+      const answer = await fetch(`${location.pathname.replace(/\/$/, "")}/page.json`);
       if (!answer.ok) throw new Error(`the answer is ${answer.status}`);
       page = await answer.json();
       draw();
@@ -268,7 +378,7 @@ async function look() {
 }
 
 addEventListener("resize", draw);
-shown.addEventListener("change", draw);
+for (const control of [shown, common]) control.addEventListener("change", draw);
 const frozen = document.getElementById("content");
 if (frozen) {
   page = JSON.parse(frozen.textContent);

@@ -13,8 +13,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diloco.files import make_directory, write_atomically
+
+if TYPE_CHECKING:
+    from diloco.training.records.samples import Sample
 
 Points = Sequence[tuple[float, ...]]
 BLACK = -1
@@ -31,13 +35,12 @@ class Series:
     points: Points
     """x and y, or x, y and the ends of a range around it; without those that are beyond a number's range."""
     thin: bool = False
-    value: float | None = None
-    """The number in the legend; None is the last y."""
+    value: str = ""
+    """The number in the legend; empty is the last y."""
 
     def __post_init__(self) -> None:
-        """Leave out the numbers that JSON can't say."""
+        """Leave out the points that JSON can't say."""
         self.points = [point for point in self.points if all(map(math.isfinite, point))]
-        self.value = self.value if self.value is not None and math.isfinite(self.value) else None
 
 
 @dataclass(kw_only=True)
@@ -58,9 +61,11 @@ class Chart:
 
     title: str
     x: str
-    """The label of the x axis."""
+    """The name of the x axis, with its unit."""
+    y: str = ""
+    """The name of the y axis, with its unit."""
     about: str = ""
-    """A sentence about its numbers."""
+    """A sentence that says what it shows, and how to read it."""
     legend: str = ""
     """The quantity that tells the series apart, where their names are its values."""
     series: Sequence[Series] = ()
@@ -80,6 +85,8 @@ class Table:
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    colors: Sequence[int] = ()
+    """Numbers of the rows' colours, where the rows have curves."""
 
 
 @dataclass(kw_only=True)
@@ -90,10 +97,19 @@ class Section:
     color: int = BLACK
     """Number of the colour of its curves beside others."""
     standing: str = ""
+    eta: str = ""
+    """Time to the end, as far as it is known."""
     part: float | None = None
     """The share of the run that is over."""
+    headline: str = ""
+    """A sentence that says the result, or how far the run is."""
     notes: Sequence[str] = ()
     facts: dict[str, str] = field(default_factory=dict)
+    main: Sequence[str] = ()
+    """The names of the facts that are shown large, before everything else."""
+    setup: dict[str, str] = field(default_factory=dict)
+    """The command, the machine, the date, the model and the data of the run, by name."""
+    samples: "Sequence[Sample]" = ()
     charts: Sequence[Chart] = ()
     table: Table | None = None
     is_open: bool = True
@@ -106,6 +122,8 @@ class Page:
 
     note: str
     sections: Sequence[Section]
+    date: str = ""
+    """The moment that it shows, where it is frozen."""
 
     def as_json(self) -> bytes:
         """The content as JSON, which may stand in a script element: it has no `<`."""
@@ -123,24 +141,37 @@ def write_page(title: str, page: Page, path: Path) -> None:
     write_atomically(path, [document(title, page)])
 
 
-def document(title: str, page: Page | None) -> bytes:
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """A part at the top of the page that has a script of its own."""
+
+    body: str
+    """Markup, which holds nothing of a run."""
+    style: str
+    script: str
+
+
+def document(title: str, page: Page | None, *, panel: Panel | None = None) -> bytes:
     """The document.
 
     Args:
         title: text.
         page: its content; without it, the script asks the server for it.
+        panel: at its top.
     """
     policy = content = ""
+    styles = "".join(f"<style>{style}</style>\n" for style in _styles(panel))
+    scripts = "".join(f"<script>{script}</script>\n" for script in _scripts(panel))
     if page is not None:
-        policy = f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(_POLICY)}">\n'
+        policy = f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(_policy(panel))}">\n'
         content = f'<script type="application/json" id="content">{page.as_json().decode()}</script>\n'
     title = html.escape(title)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'{policy}<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<link rel="icon" href="data:,">\n'  # a browser would ask for one
-        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{_BODY}\n{content}"
-        f"<script>{_SCRIPT}</script>\n</body>\n</html>\n"
+        f"<title>{title}</title>\n{styles}</head>\n<body>\n<h1>{title}</h1>\n"
+        f"{'' if panel is None else panel.body}{_BODY}\n{content}{scripts}</body>\n</html>\n"
     ).encode(errors="replace")  # a directory's name need not be UTF-8
 
 
@@ -151,18 +182,33 @@ def _hash(text: str) -> str:
 _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 _SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
 _BODY = """<p id="note">Reading …</p>
-<p><label>Show <select id="shown"><option value="1">all of the run</option>
-<option value="0.5">the last half</option><option value="0.1">the last tenth</option></select></label></p>
-<main></main>"""
-_POLICY = [
-    "default-src 'none'",
-    f"script-src {_hash(_SCRIPT)}",
-    f"style-src {_hash(_STYLE)}",
-    "img-src data:",
-    *(f"{name} 'none'" for name in ("base-uri", "form-action")),
-]
-SERVED_POLICY = "; ".join([*_POLICY, "connect-src 'self'", "frame-ancestors 'none'"])
-"""The Content-Security-Policy of a server: this script and style alone run, and they reach this server alone.
+<main></main>
+<footer><label>Charts show <select id="shown"><option value="1">all of the run</option>
+<option value="0.5">its last half</option><option value="0.1">its last tenth</option></select></label>
+<label><input type="checkbox" id="common" checked> the same axes for all runs</label></footer>"""
 
-That of a file lets them reach nothing; it can't forbid that another page frames it.
-"""
+
+def _styles(panel: Panel | None) -> list[str]:
+    return [_STYLE] if panel is None else [_STYLE, panel.style]
+
+
+def _scripts(panel: Panel | None) -> list[str]:
+    return [_SCRIPT] if panel is None else [_SCRIPT, panel.script]
+
+
+def _policy(panel: Panel | None) -> list[str]:
+    return [
+        "default-src 'none'",
+        f"script-src {' '.join(map(_hash, _scripts(panel)))}",
+        f"style-src {' '.join(map(_hash, _styles(panel)))}",
+        "img-src data:",
+        *(f"{name} 'none'" for name in ("base-uri", "form-action")),
+    ]
+
+
+def served_policy(panel: Panel | None) -> str:
+    """The Content-Security-Policy of a server: own scripts and styles alone run, and they reach this server alone.
+
+    That of a file lets them reach nothing; it can't forbid that another page frames it.
+    """
+    return "; ".join([*_policy(panel), "connect-src 'self'", "frame-ancestors 'none'"])

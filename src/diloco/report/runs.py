@@ -1,6 +1,6 @@
 """The facts and the curves of runs, finished or not: for the live page, the report and the terminal alike.
 
-Losses are means over the replicas; times and bytes are those of the first replica on this machine.
+Losses and utilization are means over the replicas; times and bytes are those of the first replica on this machine.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,34 +11,44 @@ from typing import NamedTuple
 import numpy as np
 
 from diloco.report.page import BLACK, Chart, Lane, Points, Section, Series, Table
-from diloco.report.text import Label, differing_settings, duration, megabytes, short, shown_names
+from diloco.report.setup import CommandOf, comparison_headline, headline, samples, setup
+from diloco.report.text import Label, cell, differing_settings, duration, megabytes, short, shown_names
 from diloco.training.config.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.records.summary import Summary
-from diloco.training.records.tail import Bin, ReplicaSteps, RunTail
+from diloco.training.records.tail import LOSS_MEANING, Bin, ReplicaSteps, RunTail
 
-LOSS = "training loss, last 5 %"
+LOSS, UTILIZATION = "training loss", "compute utilization"
+_MEANINGS = {LOSS: LOSS_MEANING, UTILIZATION: "mean of all steps"}
+"""The definitions of results, which are named where they are shown."""
 _MOST_FLIGHTS = 8
 _MOST_RATES = 32
 _MOST_OPEN = 4
 """Runs up to which the page unfolds the section of each."""
 _MOST_TIMELINES = 8
 """Replicas whose sends and merges are drawn."""
-_TOKENS = "tokens"
+_TOKENS = "tokens of all replicas"
+_NATS = "nats per token"
+
+
+def with_meaning(name: str, text: str) -> str:
+    """A result, or its name, with its definition."""
+    return ", ".join(filter(None, (text, _MEANINGS.get(name))))
 
 
 def run_facts(run: RunTail) -> dict[str, str]:
     """Progress, results and settings of a run, by name; what is not known yet is left out."""
     if run.last is None or run.config is None:
         return {}
-    last, first, config = run.last, run.first, run.config
+    (replica, first), *_ = run.replicas.items()
+    last, config = run.last, run.config
     step = f"{last.step:,} of {config.num_steps:,}"
     facts = {
         "step": step if config.rendezvous is None else f"{last.step:,}, {run.part:.1%} of the run",
         "ETA": duration(run.eta_seconds) if run.eta_seconds is not None and run.standing == "running" else "",
-        LOSS: f"{run.loss:.4f}",
+        LOSS: _text(LOSS, run.loss),
         **(_facts_so_far(run, config) if run.summary is None else summary_facts(run.summary)),
-        "blocked": f"{first.blocked_seconds:.1f} s of {first.seconds:.0f} s",
+        f"blocked in replica {replica}": f"{first.blocked_seconds:.1f} s of {first.seconds:.0f} s",
         "merged per replica": megabytes(first.bytes_received) if first.bytes_received else "",
         "in flight": _in_flight_text(run.in_flight()),
         "method": config.method,
@@ -60,11 +70,12 @@ def summary_facts(summary: Summary) -> dict[str, str]:
     data_parallel_bytes = 0 if is_baseline else summary.data_parallel_bytes_per_replica
     facts = _formatted(
         {
+            LOSS: summary.training_loss,
             "held-out loss": summary.eval_loss,
             "bits per byte": summary.eval_bits_per_byte,
             "tokens": summary.num_tokens,
             "tokens/s": summary.tokens_per_second or None,
-            "compute utilization": summary.compute_utilization,
+            UTILIZATION: summary.compute_utilization,
             "time": summary.wall_seconds,
             "MFU": summary.model_flops_utilization,
             "memory": summary.peak_memory_bytes or None,
@@ -100,7 +111,7 @@ def _facts_so_far(run: RunTail, config: TrainConfig) -> dict[str, str]:
             "held-out loss": run.eval_loss,
             "tokens": last.tokens,
             "tokens/s": first.tokens_per_second,
-            "compute utilization": first.compute_utilization,
+            UTILIZATION: run.compute_utilization,
             "time": first.seconds,
             "MFU": last.model_flops_utilization,
             "memory": last.peak_memory_bytes or None,
@@ -122,11 +133,12 @@ def _formatted(results: Mapping[str, float | None]) -> dict[str, str]:
 
 _DATA_PARALLEL = "Data-Parallel"
 _FORMATS: dict[str, Callable[[float], str]] = {
+    LOSS: "{:.4f}".format,
     "held-out loss": "{:.4f}".format,
     "bits per byte": "{:.4f}".format,
     "tokens": "{:,}".format,
     "tokens/s": "{:,.0f}".format,
-    "compute utilization": "{:.1%}".format,
+    UTILIZATION: "{:.1%}".format,
     "time": duration,
     "MFU": "{:.1%}".format,
     "memory": megabytes,
@@ -163,57 +175,84 @@ def _in_flight_text(flights: Mapping[int, Mapping[int, int]]) -> str:
     return "; ".join(parts[:_MOST_FLIGHTS]) + " …" * (len(parts) > _MOST_FLIGHTS)
 
 
-def run_sections(runs: Sequence[RunTail], labels: Sequence[Label], *, with_charts: bool = True) -> list[Section]:
-    """The comparison of several runs, and a section for each run."""
+def run_sections(
+    runs: Sequence[RunTail],
+    labels: Sequence[Label],
+    *,
+    with_charts: bool = True,
+    command_of: CommandOf = lambda _: "",
+) -> list[Section]:
+    """The comparison of several runs, and a section for each run.
+
+    Args:
+        runs: the runs.
+        labels: their names.
+        with_charts: make all that a page shows, and not only what a terminal does.
+        command_of: tells the command line of a run.
+    """
     compared = [_comparison(runs, labels, with_charts=with_charts)] if len(runs) > 1 else []
     return compared + [
         Section(
             title=str(label),
             color=index if compared else BLACK,
             standing=run.standing,
+            eta=facts.get("ETA", ""),
             part=run.part,
+            headline=headline(run),
             notes=_notes(run),
-            facts=run_facts(run),
+            facts={name: with_meaning(name, value) for name, value in facts.items()},
+            main=_MAIN if run.summary is not None else ["step", *_MAIN],
+            setup=setup(run, command_of) if with_charts else {},
+            samples=list(samples(run.directory)) if with_charts else (),
             charts=list(_run_charts(run)) if with_charts else (),
             is_open=len(runs) <= _MOST_OPEN,
         )
         for index, (run, label) in enumerate(zip(runs, labels, strict=True))
+        for facts in (run_facts(run),)
     ]
+
+
+_MAIN = ("held-out loss", LOSS, "bits per byte", "sent per replica", UTILIZATION, "tokens/s", "time")
+"""Facts that a page shows large."""
 
 
 def _notes(run: RunTail) -> list[str]:
     absent = [str(m) for m in range(run.config.num_local_replicas if run.config else 0) if m not in run.replicas]
+    ending = [run.ending[:1].upper() + run.ending[1:]] if run.ending else []
     if not absent or run.last is None:
-        return []
-    return [f"No metrics of replica{'s' * (len(absent) > 1)} {', '.join(absent)} are on this machine."]
+        return ending
+    return [*ending, f"No metrics of replica{'s' * (len(absent) > 1)} {', '.join(absent)} are on this machine."]
 
 
 _COMPARED = (
-    *("step", "ETA", LOSS, "held-out loss", "bits per byte", "tokens", "tokens/s", "compute utilization"),
-    *("sent per replica", "time"),
+    *("ETA", "step", "held-out loss", LOSS, "sent per replica", UTILIZATION),
+    *("tokens/s", "time"),
 )
 """Facts in which runs are compared."""
 
 
 def _comparison(runs: Sequence[RunTail], labels: Sequence[Label], *, with_charts: bool) -> Section:
-    """The curves of several runs beside each other, the settings in which they differ, and their results."""
-    settings = differing_settings([run.config for run in runs])
-    columns = {"run": [label.name for label in labels], "state": [run.standing for run in runs]}
-    for name, values in zip(shown_names(settings), settings.values(), strict=True):
-        columns[name] = list(map(str, values))
+    """The results of several runs, the settings in which they differ, and their curves beside each other."""
     facts = [run_facts(run) for run in runs]
+    columns = {"run": [label.name for label in labels], "state": [run.standing for run in runs]}
     for name in _COMPARED:
-        columns[name] = [one.get(name, "") for one in facts]
+        columns[with_meaning(name, name)] = [one.get(name, "") for one in facts]
+    settings = differing_settings([run.config for run in runs])
+    for name, values in zip(shown_names(settings), settings.values(), strict=True):
+        columns[name] = list(map(cell, values))
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     names, started = short(labels), [index for index, run in enumerate(runs) if run.last is not None]
     charts: list[Chart] = []
     if with_charts:
-        charts = _loss_charts([(names[i], i, runs[i]) for i in started])
-        charts += _rate_charts([_Curve(names[i], i, runs[i].first) for i in started])
+        named = [(names[i], i, runs[i]) for i in started]
+        charts = [*loss_charts(named), *_rate_charts(named, [_Curve(*one[:2], one[2].first) for one in named])]
     return Section(
         title=f"{len(runs)} runs",
-        charts=[chart for chart in charts if any(one.points for one in chart.series)],
-        table=Table(columns=list(columns), rows=list(zip(*columns.values(), strict=True))),
+        headline=comparison_headline([label.name for label in labels], runs),
+        charts=[*_drawn(charts)],
+        table=Table(
+            columns=list(columns), rows=list(zip(*columns.values(), strict=True)), colors=[*range(len(runs))]
+        ),
     )
 
 
@@ -227,8 +266,8 @@ def _run_charts(run: RunTail) -> Iterator[Chart]:
     if run.last is None or run.config is None:
         return
     curves = [_Curve(f"replica {m}", index, steps) for index, (m, steps) in enumerate(run.replicas.items())]
-    charts = [*_loss_charts([("", 0, run)]), *_rate_charts(curves), _bytes_chart(run, run.config)]
-    yield from (chart for chart in charts if any(one.points for one in chart.series))
+    named = [("", 0, run)]
+    yield from _drawn([*loss_charts(named), _bytes_chart(run, run.config), *_rate_charts(named, curves)])
     if any(steps.first_merges for steps in run.replicas.values()):
         yield _timeline(run, run.config.diloco.sync_every)
     bins = run.first.outer_bins
@@ -237,33 +276,44 @@ def _run_charts(run: RunTail) -> Iterator[Chart]:
         p: [_point(one.last, one.cosine / one.num_cosines) for one in bins[p] if one.num_cosines] for p in bins
     }
     if any(norms.values()):
-        yield _by_fragment("Norm of the mean outer gradient", norms, from_zero=True)
+        about = "Size of a round's change, by fragment. It falls as training settles; a jump is a warning."
+        yield _by_fragment("Norm of the mean outer gradient", "norm", norms, about, from_zero=True)
     if any(cosines.values()):
-        yield _by_fragment("Cosine between the replicas' outer gradients", cosines)
+        about = "Agreement of the replicas: 1 if their changes are the same, 0 if they have nothing in common."
+        yield _by_fragment("Cosine between the replicas' outer gradients", "cosine", cosines, about)
+
+
+def _drawn(charts: Sequence[Chart]) -> Iterator[Chart]:
+    """The charts in which something is seen: a single point is a fact, and no curve."""
+    yield from (chart for chart in charts if any(len(one.points) > 1 for one in chart.series))
 
 
 _Named = tuple[str, int, RunTail]
 """A run with its name, empty for one that stands alone, and the number of its colour."""
 
 
-def _loss_charts(runs: Sequence[_Named]) -> list[Chart]:
-    held_out = _means(runs, _held_out, lambda _: None, lambda run: run.eval_loss)
+def loss_charts(runs: Sequence[_Named]) -> list[Chart]:
+    """Training and held-out loss of runs over their tokens."""
+    held_out = _means(runs, _held_out, "held-out loss", lambda _: None, lambda run: run.eval_loss)
     for (_, _, run), mean in zip(runs, held_out[-len(runs) :], strict=True):
         if run.summary is not None:  # of the whole held-out text, where each replica evaluates a share
             before = [point for point in mean.points if point[0] < run.summary.num_tokens]
             mean.points = [*before, _point(run.summary.num_tokens, run.summary.eval_loss)]
     return [
         Chart(
-            title="Training loss, nats per token",
+            title="Training loss",
             x=_TOKENS,
-            series=_means(runs, _loss, lambda steps: steps.loss, lambda run: run.loss),
-            about="The number is the mean over the last 5 % of the steps.",
+            y=_NATS,
+            series=_means(runs, _loss, LOSS, lambda steps: steps.loss, lambda run: run.loss),
+            about="Error in predicting the text that is trained on; lower is better. The number is the "
+            f"{_MEANINGS[LOSS]}.",
         ),
         Chart(
-            title="Held-out loss, nats per token",
+            title="Held-out loss",
             x=_TOKENS,
+            y=_NATS,
             series=held_out,
-            about="Loss of the outer parameters on text that is not trained on.",
+            about="The same error of the shared outer parameters on text that is not trained on; lower is better.",
         ),
     ]
 
@@ -271,6 +321,7 @@ def _loss_charts(runs: Sequence[_Named]) -> list[Chart]:
 def _means(
     runs: Sequence[_Named],
     points: Callable[[Sequence[Bin]], Points],
+    name_of_value: str,
     replica_value: Callable[[ReplicaSteps], float | None],
     run_value: Callable[[RunTail], float | None],
 ) -> list[Series]:
@@ -282,37 +333,60 @@ def _means(
         if len(curves) > 1:
             for index, (m, steps) in enumerate(run.replicas.items()):
                 replica, shade = (f"replica {m}", index) if is_alone else ("", color)
-                value = replica_value(steps)
+                value = _text(name_of_value, replica_value(steps))
                 thin.append(Series(label=replica, color=shade, points=curves[index], thin=True, value=value))
             own, label = (BLACK, "mean") if is_alone else (color, name)
-        means.append(Series(label=label, color=own, points=_mean(curves), value=run_value(run)))
+        value = _text(name_of_value, run_value(run))
+        means.append(Series(label=label, color=own, points=_mean(curves), value=value))
     return thin + means
 
 
-def _rate_charts(curves: Sequence[_Curve]) -> list[Chart]:
+def _text(name: str, value: float | None) -> str:
+    """A number as the facts show it; empty if it is not known."""
+    return "" if value is None else _FORMATS[name](value)
+
+
+def _rate_charts(runs: Sequence[_Named], curves: Sequence[_Curve]) -> list[Chart]:
     def chart(
         title: str,
+        y: str,
         points: Callable[[Sequence[Bin]], Points],
-        value: Callable[[ReplicaSteps], float | None] = lambda _: None,
-        about: str = "",
+        about: str,
+        value: Callable[[ReplicaSteps], str] = lambda _: "",
     ) -> Chart:
         series = [
             Series(label=label, color=color, points=points(steps.bins), value=value(steps))
             for label, color, steps in curves
         ]
-        return Chart(title=title, x=_TOKENS, series=series, about=about, from_zero=True)
+        return Chart(title=title, x=_TOKENS, y=y, series=series, about=about, from_zero=True)
 
+    utilizations = _means(
+        *(runs, _utilization, UTILIZATION),
+        *(lambda steps: steps.compute_utilization, lambda run: run.compute_utilization),
+    )
     charts = [
-        chart("Tokens/s of all replicas", _speed, lambda steps: steps.tokens_per_second),
         chart(
-            "Compute utilization",
-            _utilization,
-            lambda steps: steps.compute_utilization,
-            "Share of time in which training did not wait for other replicas; the number is that of all steps.",
+            "Speed of all replicas",
+            "tokens/s",
+            _speed,
+            "Tokens that all replicas together train on, at the pace of each; the number is that of all steps.",
+            lambda steps: _text("tokens/s", steps.tokens_per_second),
+        ),
+        Chart(
+            title="Compute utilization",
+            x=_TOKENS,
+            y="share of time",
+            series=utilizations,
+            about="Share of time in which training did not wait for other replicas; the number is the "
+            f"{_MEANINGS[UTILIZATION]}.",
+            from_zero=True,
         ),
     ]
     if any(curve.steps.bytes_sent for curve in curves):
-        charts += [chart("Sent by a replica, Mbit/s", _sent), chart("Merged by a replica, Mbit/s", _received)]
+        about = "The outer gradients that a replica uploads, on average over a part of the run."
+        charts.append(chart("Sent by a replica", "Mbit/s", _sent, about))
+        about = "The others' outer gradients when they are merged, on average over a part of the run."
+        charts.append(chart("Merged by a replica", "Mbit/s", _received, about))
     return charts
 
 
@@ -326,7 +400,15 @@ def _bytes_chart(run: RunTail, config: TrainConfig) -> Chart:
         steps = zip(bins, accumulate(one.num_steps for one in bins), strict=True)
         points = [_point(one.last, each * count) for one, count in steps]
         series.append(Series(label="Data-Parallel, FP32", color=1, points=points))
-    return Chart(title="Bytes sent by a replica, in all", x=_TOKENS, series=series, y_log=True)
+    return Chart(
+        title="Bytes sent by a replica",
+        x=_TOKENS,
+        y="bytes, logarithmic" if len(series) > 1 else "bytes",
+        series=series,
+        about="Sum over the run so far"
+        + (", beside what Data-Parallel would have sent by then." if len(series) > 1 else "."),
+        y_log=len(series) > 1,
+    )
 
 
 def _timeline(run: RunTail, sync_every: int) -> Chart:
@@ -347,18 +429,20 @@ def _timeline(run: RunTail, sync_every: int) -> Chart:
     return Chart(
         title="Sends and merges in the first rounds",
         x="step",
-        about="A bar begins where a fragment was sent, and its dot is where it was merged.",
+        about="A bar begins where a fragment was sent, and its dot is where it was merged; training goes on.",
         series=[Series(label=f"replica {m}", color=index, points=[]) for index, m in enumerate(merges)],
         lanes=lanes,
     )
 
 
-def _by_fragment(title: str, points: Mapping[int, Points], *, from_zero: bool = False) -> Chart:
+def _by_fragment(
+    title: str, y: str, points: Mapping[int, Points], about: str, *, from_zero: bool = False
+) -> Chart:
     series = [
         Series(label=f"fragment {fragment}", color=index, points=curve)
         for index, (fragment, curve) in enumerate(points.items())
     ]
-    return Chart(title=title, x="step", series=series, from_zero=from_zero)
+    return Chart(title=title, x="step", y=y, series=series, about=about, from_zero=from_zero)
 
 
 def _point(x: float, y: float) -> tuple[float, float]:

@@ -1,58 +1,76 @@
-"""The server of the live page: two resources, for this machine's own browsers alone."""
+"""The server of the live page, for this machine's own browsers, or with a token for others."""
 
-import re
+import base64
+import secrets
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
+from ipaddress import ip_address
+from typing import Any
 
 from diloco.errors import UserError
-from diloco.report.page import SERVED_POLICY, document
+from diloco.report.chat import PANEL, Chat
+from diloco.report.handler import Handler, Resource, Stream, bracketed
+from diloco.report.page import document, served_policy
 from diloco.report.sources import Sources
 
 ADDRESS = "127.0.0.1"
-_OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?", re.IGNORECASE)
-"""A Host header that names the loopback interface, with any port: a tunnel has its own."""
+_OWN_NAMES = {"127.0.0.1", "localhost", "[::1]"}
 _FRESH_SECONDS = 1.0
-_HEADERS = {
-    "Content-Security-Policy": SERVED_POLICY,
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
 
 
 class LiveServer:
     """Serves the document at `/` and its content at `/page.json`, which is made when it is asked for.
 
-    A request whose Host is not this machine's loopback name is refused: another site's page, to whose name a DNS
-    server gives this address, is not answered.
+    A request whose Host is neither a name of this machine's loopback interface nor the address that it came to is
+    refused: another site's page, to whose name a DNS server gives this address, is not answered. On an address
+    that other machines reach, all resources lie below a random token, which only `url` names.
 
     Args:
         sources: what is shown.
         title: of the page.
         port: on which it listens; 0 is any that is free.
+        address: on which it listens, a name or a number of this machine's; 0.0.0.0 is every one.
+        chat: answers POST to `/chat`, with a panel on the page.
 
     Raises:
-        UserError: if the port can't be used.
+        UserError: if the address or the port can't be used.
     """
 
-    def __init__(self, sources: Sources, *, title: str, port: int = 0) -> None:
+    def __init__(
+        self, sources: Sources, *, title: str, port: int = 0, address: str = ADDRESS, chat: Chat | None = None
+    ) -> None:
         self._sources, self._lock, self._made, self._content = sources, threading.Lock(), float("-inf"), b""
-        page = document(title, None)
-        resources: dict[str, tuple[str, Callable[[], bytes]]] = {
+        panel = None if chat is None else PANEL
+        page = document(title, None, panel=panel)
+        resources: dict[str, Resource] = {
             "/": ("text/html; charset=utf-8", lambda: page),
             "/page.json": ("application/json", self._fresh_content),
         }
+        streams: dict[str, Stream] = {}
+        if chat is not None:
+            resources["/chat.json"] = ("application/json", lambda: self._chat_content(chat))
+            streams["/chat"] = chat.answer
+        family, place = _resolved(address, port)
+        is_own = ip_address(place[0].partition("%")[0]).is_loopback
+        self.is_open = not is_own
+        """True if other machines may be answered."""
+        token = "" if is_own else base64.b32encode(secrets.token_bytes(10)).decode().lower()
+        names = _OWN_NAMES | {bracketed(address).lower(), bracketed(place[0])}
+        own = {"names": names, "token": token, "policy": served_policy(panel)}
+        handler = type("_Handler", (Handler,), {"resources": resources, "streams": streams, **own})
         try:
-            self._server = _Server((ADDRESS, port), _handler(resources))
+            self._server = type("_Server", (_Server,), {"address_family": family})(place, handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or "it must be below 65536"
-            raise UserError(f"port={port} can't be used ({reason}): choose a free one", "port") from error
-        self.url = f"http://{ADDRESS}:{self._server.server_port}/"
+            fields = ("port",) if is_own else ("address", "port")
+            where = f"port={port}" if is_own else f"port={port} of address={address}"
+            raise UserError(f"{where} can't be used ({reason}): choose a free one", *fields) from error
+        host = _outer_address(family) if place[0] in ("0.0.0.0", "::") else place[0]
+        self.url = f"http://{bracketed(host)}:{self._server.server_port}/{f'{token}/' if token else ''}"
+        """The address of the page, with the token."""
 
     def serve(self) -> None:
         """Answer until `close`."""
@@ -71,6 +89,32 @@ class LiveServer:
                 self._content, self._made = self._sources.page().as_json(), time.monotonic()
             return self._content
 
+    def _chat_content(self, chat: Chat) -> bytes:
+        with self._lock:
+            self._sources.again()
+            return chat.content(self._sources.runs)
+
+
+def _resolved(address: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """The family and the numbers of an address to listen on."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"address={address} is no address of this machine ({reason})", "address") from error
+    return family, (place[0], port, *place[2:])
+
+
+def _outer_address(family: socket.AddressFamily) -> str:
+    """The address by which others reach this machine, if it has one; nothing is sent."""
+    far = "192.0.2.1" if family == socket.AF_INET else "2001:db8::1"
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((far, 9))
+            return probe.getsockname()[0]
+        except OSError:
+            return socket.gethostname()
+
 
 class _Server(ThreadingHTTPServer):
     """A server that says nothing where a browser has gone away, which it may at any time."""
@@ -79,39 +123,3 @@ class _Server(ThreadingHTTPServer):
         """Print the traceback of a bug."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)  # pyright: ignore[reportArgumentType]
-
-
-def _handler(resources: dict[str, tuple[str, Callable[[], bytes]]]) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        """Answers GET and HEAD of the resources."""
-
-        timeout = 10  # seconds for a request to come
-
-        def do_GET(self) -> None:
-            """Send a resource."""
-            hosts = self.headers.get_all("Host", [])
-            if len(hosts) != 1 or not _OWN_HOST.fullmatch(hosts[0]):
-                return self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", b"this host is not served\n")
-            if self.path not in resources:
-                return self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such page\n")
-            kind, make = resources[self.path]
-            return self._send(HTTPStatus.OK, kind, make())
-
-        do_HEAD = do_GET
-
-        def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
-            self.send_response(status)
-            for name, value in {"Content-Type": kind, "Content-Length": str(len(content)), **_HEADERS}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
-
-        def version_string(self) -> str:
-            """The program's name alone: strangers need no version."""
-            return "diloco"
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Log nothing."""
-
-    return Handler

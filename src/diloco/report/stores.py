@@ -5,14 +5,19 @@ steps, since the log has no clock.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
-from diloco.errors import DilocoError
+from diloco.errors import DilocoError, UserError
 from diloco.rendezvous.prices import PROVIDERS, Traffic, polling
 from diloco.rendezvous.status import Look, RunStatus, Timeline, binned
 from diloco.report.page import Chart, Lane, Section, Series, Table
-from diloco.report.text import megabytes
+from diloco.report.runs import loss_charts
+from diloco.report.setup import config_setup
+from diloco.report.text import duration, megabytes, rounded
+from diloco.training.records.store_runs import config_of
+from diloco.training.records.tail import RunTail
 
 _ENTRIES_A_LOOK = 2000
 _MOST_FRAGMENTS = 24
@@ -45,6 +50,8 @@ class StoreTail:
         """The reason why the last look could not read the store."""
         self._log: Look | None = None
         self._base: tuple[RunStatus | None, float] = (None, 0.0)
+        self._start: tuple[int, float] | None = None
+        """The tokens counted at the first look at the present, and its time."""
 
     def again(self) -> None:
         """Look at the store; an error becomes `trouble`."""
@@ -76,6 +83,35 @@ class StoreTail:
             self.before = None  # it was no look at the present
         if self.before is None or was_behind or self.status.outer_steps > self.before.outer_steps:
             self._base = self.status, now
+        if self._start is None and not self.is_behind:
+            self._start = self.status.tokens, now
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The settings that all replicas share, by name; none before the first look."""
+        return {} if self._log is None else self._log.facts
+
+    @property
+    def num_tokens(self) -> int | None:
+        """The token budget of the run, if its replicas have agreed on one."""
+        budget = self.facts.get("num_tokens")
+        return budget if isinstance(budget, int) and budget > 0 else None
+
+    @property
+    def part(self) -> float | None:
+        """The share of the budget that outer steps have counted."""
+        if self.status is None or self.num_tokens is None:
+            return None
+        return 1.0 if self.status.finished else min(1.0, self.status.tokens / self.num_tokens)
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Time until the budget is counted, at the pace since the first look; None if it is not known."""
+        if self.status is None or self.num_tokens is None or self._start is None or self.standing != "running":
+            return None
+        tokens, begun = self._start
+        new, seconds = self.status.tokens - tokens, time.monotonic() - begun
+        return seconds * max(0, self.num_tokens - self.status.tokens) / new if new else None
 
     @property
     def is_behind(self) -> bool:
@@ -99,22 +135,74 @@ class StoreTail:
         return "running" if self.status.num_active else "no replica is active"
 
 
-def store_section(store: StoreTail, *, with_charts: bool = True) -> Section:
-    """The section of a store's run."""
+def store_section(store: StoreTail, runs: Sequence[RunTail] = (), *, with_charts: bool = True) -> Section:
+    """The section of a store's run.
+
+    Args:
+        store: the store.
+        runs: the directories of its replicas that are looked at, too: they hold the losses.
+        with_charts: make the charts.
+    """
     status, timeline = store.status, store.timeline
     if status is None:
         return Section(title=store.url, standing=store.standing)
     notes = ["Costs are by the list prices of buckets; a directory costs nothing."]
     if timeline is not None and timeline.count("died"):
         notes.append("A replica that became inactive without leaving counts as dead.")
+    charts: list[Chart] = []
+    if with_charts and timeline is not None and timeline.contributors:
+        named = [(run.directory.name, index, run) for index, run in enumerate(runs) if run.last is not None]
+        losses = loss_charts(named) if named else []
+        charts = [chart for chart in losses if any(len(one.points) > 1 for one in chart.series)] + _charts(
+            timeline
+        )
+        if not named:
+            notes.append("The log holds no losses: name the directory of a replica, too, to see that replica's.")
+    facts = _facts(status, timeline, _per_second(store, lambda status: status.tokens))
+    if store.part is not None:
+        facts = {"part of the run": f"{store.part:.1%}"} | facts
+    if store.eta_seconds is not None:
+        facts = {"ETA": duration(store.eta_seconds)} | facts
     return Section(
         title=store.url,
         standing=store.standing,
+        eta=facts.get("ETA", ""),
+        part=store.part,
+        headline=_headline(store, status),
         notes=notes,
-        facts=_facts(status, timeline, _per_second(store, lambda status: status.tokens)),
-        charts=_charts(timeline) if with_charts and timeline is not None and timeline.contributors else [],
+        facts=facts,
+        main=_MAIN,
+        setup=_setup(store) if with_charts else {},
+        charts=charts,
         table=_table(store, status, timeline),
     )
+
+
+_MAIN = (
+    *("part of the run", "tokens counted", "tokens/s", "replicas active", "outer steps", "contributors, mean"),
+    *("up, about", "down, about"),
+)
+"""Facts that a page shows large."""
+
+
+def _headline(store: StoreTail, status: RunStatus) -> str:
+    """A sentence that says how far the run is."""
+    tokens, num_tokens = rounded(status.tokens), store.num_tokens
+    counted = f"{tokens} of {rounded(num_tokens)} tokens counted" if num_tokens else f"{tokens} tokens counted"
+    names = len({one.name for one in status.replicas if one.tokens})
+    replicas = f"{names} replica{'s' * (names != 1)} contributed"
+    if not status.finished:
+        replicas += f", {status.num_active} {'is' if status.num_active == 1 else 'are'} active"
+    return f"{counted} in {status.outer_steps:,} outer steps; {replicas}"
+
+
+def _setup(store: StoreTail) -> dict[str, str]:
+    """The settings of the trainer's runs; nothing for another program's, whose log does not tell them."""
+    try:
+        config = config_of(store.facts)
+    except UserError:
+        return {}
+    return {} if config is None else config_setup(config)
 
 
 def _per_second(store: StoreTail, count: Callable[[RunStatus], int]) -> float | None:
@@ -200,10 +288,13 @@ def _charts(timeline: Timeline) -> list[Chart]:
         )
         for number, life in enumerate(timeline.lives[first:], first)
     ]
-    values = {"Contributors of an outer step": timeline.contributors, "Tokens counted": timeline.tokens}
+    values = {
+        "Contributors of an outer step": ("replicas", timeline.contributors, "Replicas whose work it has merged."),
+        "Tokens counted": ("tokens", timeline.tokens, "Tokens whose work the outer steps have merged so far."),
+    }
     return [
         Chart(
-            title="Replicas",
+            title="Replicas from joining to ending",
             x=_OUTER_STEPS,
             about="A dot is an outer step that counted the replica; × died, ◆ replaced or revoked, | left.",
             lanes=lanes,
@@ -212,9 +303,11 @@ def _charts(timeline: Timeline) -> list[Chart]:
             Chart(
                 title=title,
                 x=_OUTER_STEPS,
+                y=y,
+                about=about,
                 series=[Series(label="", color=0, points=binned(numbers, _MOST_POINTS))],
                 from_zero=True,
             )
-            for title, numbers in values.items()
+            for title, (y, numbers, about) in values.items()
         ),
     ]

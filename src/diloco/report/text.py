@@ -56,8 +56,12 @@ def labels(names: Sequence[str], configs: Sequence[TrainConfig | None]) -> list[
         return [Label(name, "") for name in names]
     shown = shown_names(settings)
     rows = [zip(shown, row, strict=True) for row in zip(*settings.values(), strict=True)]
-    texts = [", ".join(f"{setting}={value}" for setting, value in row if value != "") for row in rows]
+    texts = [", ".join(f"{setting}={_exact(value)}" for setting, value in row if value != "") for row in rows]
     return list(map(Label, names, texts))
+
+
+def _exact(value: Setting) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def shown_names(names: Iterable[str]) -> list[str]:
@@ -71,6 +75,31 @@ def short(labels: Sequence[Label]) -> list[str]:
     """Texts for legends: the settings alone where they tell the runs apart, and else the names."""
     settings = [label.settings for label in labels]
     return settings if all(settings) and len({*settings}) == len(settings) else [label.name for label in labels]
+
+
+def rounded(count: float) -> str:
+    """A count with three digits and a unit.
+
+    >>> rounded(57_792), rounded(4_800_000), rounded(900)
+    ('57.8k', '4.8M', '900')
+    """
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= 0.9995 * size:
+            return f"{float(f'{count / size:.3g}'):g}{letter}"
+    return f"{count:g}"
+
+
+def cell(value: Setting) -> str:
+    """A setting for a table.
+
+    >>> cell(0.016666666), cell(30720), cell("None"), cell(True)
+    ('0.0167', '30,720', '–', 'True')
+    """
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "–" if value == "None" else str(value)
 
 
 def duration(seconds: float) -> str:
@@ -93,3 +122,15 @@ def megabytes(num_bytes: float) -> str:
     if num_bytes < 1e5:
         return f"{num_bytes / 1e3:.1f} kB"
     return f"{num_bytes / 1e6:.2f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.2f} GB"
+
+
+def long_duration(seconds: float) -> str:
+    """A time in its largest unit of which there are two or more.
+
+    >>> long_duration(100), long_duration(82_700), long_duration(1.3e7), long_duration(1.9e9)
+    ('2 minutes', '23 hours', '150 days', '60 years')
+    """
+    for unit, size in {"years": 365.25 * 86_400, "days": 86_400, "hours": 3600, "minutes": 60}.items():
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{seconds:.0f} seconds"

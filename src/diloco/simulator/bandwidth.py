@@ -17,7 +17,7 @@ def checked_gbit_s(gbit_s: ArrayLike) -> NDArray[np.float64]:
     """
     gbit_s_B = np.atleast_1d(np.asarray(gbit_s, dtype=np.float64))
     if gbit_s_B.ndim != 1 or not gbit_s_B.size or not (np.isfinite(gbit_s_B) & (gbit_s_B > 0)).all():
-        raise UserError(f"link_gbit_s must be above 0 and finite, not {gbit_s}", "link_gbit_s")
+        raise UserError(f"link must be above 0 and finite, not {gbit_s} Gbit/s", "link")
     return gbit_s_B
 
 

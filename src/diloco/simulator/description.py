@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.errors import UserError
+from diloco.models.decoder_config import LADDER, ladder
 from diloco.presets import METHODS, PRESETS, Method
 from diloco.schedule import Schedule, Timing
+from diloco.units import Amount
 
 Pattern = Literal["strided", "sequential"]
 """The pattern by which layers form fragments: strided, every P-th layer; sequential, neighbouring layers."""
@@ -105,10 +107,10 @@ class ModelSize:
     (65536000, 47269333)
     """
 
-    num_params: float
-    """N, number of all parameters."""
-    num_layers: int
-    """L, number of transformer blocks."""
+    num_params: Amount
+    """N, number of all parameters, such as 124M."""
+    num_layers: int = 0
+    """L, number of transformer blocks; 0 is that of the nearest size of arXiv 2503.09799."""
     width: int | None = None
     """D; left out, the width with which 12·L·D² and the embeddings make N."""
     vocab_size: int = 32_000
@@ -117,7 +119,9 @@ class ModelSize:
     """The head has a matrix of its own."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible sizes."""
+        """Refuse impossible sizes; fill in the layers."""
+        if self.num_layers == 0 and 0 < self.num_params < math.inf:
+            object.__setattr__(self, "num_layers", _usual_layers(self.num_params))
         for name in ("num_params", "num_layers", "width", "vocab_size"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -144,6 +148,12 @@ class ModelSize:
         return (self.num_params - self.outside_params) / self.num_layers
 
 
+def _usual_layers(num_params: float) -> int:
+    """The layers of the ladder's size with the nearest number of parameters."""
+    sizes = [ladder(scale) for scale in LADDER]
+    return min(sizes, key=lambda size: abs(math.log(size.num_matrix_params / num_params))).num_layers
+
+
 @dataclass(frozen=True, kw_only=True)
 class Replica:
     """One replica's speed and link.
@@ -164,7 +174,7 @@ class Replica:
         if not 0 < self.step_seconds < np.inf:
             raise UserError(f"step_seconds must be above 0 and finite, not {self.step_seconds}", "step_seconds")
         if self.gbit_s is not None and not 0 < self.gbit_s < np.inf:
-            raise UserError(f"link_gbit_s must be above 0 and finite, not {self.gbit_s}", "link_gbit_s")
+            raise UserError(f"link must be above 0 and finite, not {self.gbit_s} Gbit/s", "link")
         if not 0 <= self.latency_seconds < np.inf:
             raise UserError(
                 f"latency_seconds must be at least 0 and finite, not {self.latency_seconds}", "latency_seconds"
@@ -191,7 +201,7 @@ def replicas_of(
     Raises:
         UserError: if a sequence holds neither one number nor M, or a number is out of range.
     """
-    given = {"step_seconds": step_seconds, "latency_seconds": latency_seconds, "link_gbit_s": link_gbit_s}
+    given = {"step_seconds": step_seconds, "latency_seconds": latency_seconds, "link": link_gbit_s}
     if num_replicas is None:
         num_replicas = max(2, least, *map(len, given.values()))
     if num_replicas < 1:

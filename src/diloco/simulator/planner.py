@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 
 from diloco.errors import UserError
-from diloco.presets import PRESETS, Method
+from diloco.presets import METHODS, PRESETS, Method
 from diloco.rendezvous.prices import Traffic, exchange, polling
 from diloco.simulator.bandwidth import reaches
 from diloco.simulator.description import MethodSettings, ModelSize, Replica
@@ -55,7 +55,7 @@ class Task:
         if self.num_steps < MIN_STEPS:
             raise UserError(f"num_steps={self.num_steps} must be at least {MIN_STEPS}", "num_steps")
         if any(replica.gbit_s is None for replica in self.replicas):
-            raise UserError("link_gbit_s: each replica's link needs a bandwidth", "link_gbit_s")
+            raise UserError("link: each replica's link needs a bandwidth", "link")
 
     @property
     def most_utilization(self) -> float:
@@ -144,6 +144,11 @@ class Plan:
         return seconds + (1 + num_downloads) * payload_bits / (1e9 * slowest)
 
     @property
+    def needed_gbit_s(self) -> float | None:
+        """Least bandwidth of all links, in steps of 12 %, that reaches the target; None if none is enough."""
+        return _first_that_reaches([self], _GBIT_S, lambda replica, gbit_s: replace(replica, gbit_s=gbit_s))
+
+    @property
     def terabytes(self) -> float:
         """Payload that each replica sends in the whole run, in 10¹² bytes."""
         schedule, num_steps = self.model.schedule, self.task.num_steps
@@ -217,6 +222,16 @@ def feasible(task: Task) -> list[Plan]:
         if plan.base in possible and not beaten and plan.reaches_target:
             chosen.append(plan)
     return chosen
+
+
+def presets(task: Task, *, sync_every: int) -> list[Plan]:
+    """The methods as they are by default, at one H, Data-Parallel first: for comparison."""
+    size = min(LAYERS_PER_FRAGMENT[0], task.size.num_layers)
+    settings = [MethodSettings(method=one, sync_every=sync_every, layers_per_fragment=size) for one in METHODS]
+    return [
+        Plan(task=task, model=PhysicalModel(settings=one, size=task.size, replicas=task.replicas))
+        for one in settings
+    ]
 
 
 def fastest(plans: Sequence[Plan]) -> list[Plan]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from diloco.errors import UserError
+from diloco.units import Amount
 
 
 class Network(NamedTuple):
@@ -49,11 +50,11 @@ class IdealizedRun:
     [0.43, 0.42, 0.56]
     """
 
-    num_params: float
+    num_params: Amount
     """N, number of all parameters."""
-    num_tokens: float
+    num_tokens: Amount
     """D, tokens of the whole run."""
-    batch_tokens: float
+    batch_tokens: Amount
     """Tokens of a step over all chips."""
     num_chips: int
     """R, number of all chips."""
@@ -67,7 +68,7 @@ class IdealizedRun:
     """W₀ and ε₀: network within a replica (400, 100 or 10 Gbit/s)."""
     between: NetworkName = "low"
     """W₁ and ε₁: network between replicas, and of Data-Parallel."""
-    flops_per_chip: float = 300e12
+    flops_per_chip: Amount = 300e12
     """Q, floating-point operations that a chip does in a second."""
     inner_bits_per_param: float = 16
     """b₀, bits of a gradient on the network."""

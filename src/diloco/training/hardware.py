@@ -1,6 +1,9 @@
 """The device on which a process computes, and how fast it is."""
 
 import os
+import platform
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -82,6 +85,19 @@ def flops_of(name: str) -> float | None:
     (989000000000000.0, 756000000000000.0, None)
     """
     return next((flops for part, flops in DENSE_BF16_FLOPS.items() if part in name), None)
+
+
+def machine_name(device: torch.device) -> str:
+    """The name of a GPU, or of the processor and how many cores a process may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        name = next(names, name)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {cores} cores"
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from diloco.data.sampling import Batches, Sampler, SlotSampler
 from diloco.data.shards import TokenShards, open_split
 from diloco.errors import ExchangeError, TrainingError
-from diloco.exchange.transport import agree, fail_together
+from diloco.exchange.transport import agree, fail_together, share
 from diloco.integrations.trackers import tracker
 from diloco.training.config.config import TrainConfig, hyperparameters
 from diloco.training.config.resolve import resolved, shared_facts, text_facts
@@ -33,8 +34,10 @@ from diloco.training.records.summary import (
     evaluate,
     open_held_out,
 )
+from diloco.training.records.tail import replica_tail
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import BegunStep, begin_step, end_step
+from diloco.training.stopping import Stop, stoppable
 from diloco.training.world import World, join
 
 if TYPE_CHECKING:
@@ -91,22 +94,29 @@ def train(
         on_step: called with the metrics of each step of this replica.
 
     Returns:
-        The outcome in the first process, None in the others.
+        The outcome in the first process of each replica, None in the others.
 
     Raises:
         TrainingError: if the loss is no longer finite, or memory does not suffice.
         UserError: for settings that contradict each other, the data, or the other replicas' settings.
         ExchangeError: if other replicas are gone.
+        Stopped: by a signal to one of the processes; where checkpoints are asked for, all save one step first.
     """
-    with _set_up(asked, resume=resume, on_step=on_step) as run:
+    with stoppable() as stop, _set_up(asked, resume=resume, on_step=on_step) as run:
         evaluation, checkpoint = run.config.evaluation.every_steps, run.config.checkpoint.every_steps
         if on_start is not None:
             on_start(run.state.step, run.world.rendezvous)
         if run.state.is_over and run.world.rendezvous is not None:
             run.state.sync.finish(close=True)  # it was saved after its last step, and may have died before the end
         run.since = time.perf_counter()
+        if checkpoint:
+            stop.save_first(run.world, run.state.step)
+        else:
+            stop.end_at_once("checkpoint.every_steps=0 saves nothing")
         while not run.state.is_over:
             step = run.state.step + 1
+            if stop.is_before(step):
+                run.stop(stop)
             is_evaluated, is_saved = _is_due(step, evaluation), _is_due(step, checkpoint)
             if is_evaluated or is_saved:
                 run.end_steps(0)  # so that each of the two steps has its own time
@@ -117,6 +127,7 @@ def train(
             run.end_steps(0 if is_read_now else run.steps_ahead, is_evaluated=is_evaluated)
             if is_saved:
                 run.save()
+        stop.end_at_once(f"the last step is taken{' and saved' * bool(checkpoint)}")
         return run.conclude()
 
 
@@ -143,6 +154,8 @@ class _Run:
     """The steps that were begun and have not ended, in their order."""
     since: float = 0.0
     """`time.perf_counter()` when the last step had ended, with the evaluation after it."""
+    saved_step: int = 0
+    """The newest step of which there is a checkpoint, or which all replicas know without one: 0."""
 
     @property
     def steps_ahead(self) -> int:
@@ -181,11 +194,29 @@ class _Run:
         )
         return total / count
 
-    def save(self) -> None:
+    def save(self, *, drops_old: bool = True) -> None:
         """Start to write a checkpoint; the metrics up to it are on disk before."""
         if self.log is not None:
             self.log.sync()
-        self.state.save(self.checkpoints)
+        self.state.save(self.checkpoints, drops_old=drops_old)
+        self.saved_step = self.state.step
+
+    def stop(self, stop: Stop) -> NoReturn:
+        """Save the step that every process has taken last, and end.
+
+        Raises:
+            Stopped: once each process has saved it.
+        """
+        self.end_steps(0)
+        step, is_alone = self.state.step, self.world.num_replicas == 1
+        if step != self.saved_step:
+            self.save(drops_old=False)  # if another replica can't save the step, all still share an earlier one
+        self.checkpoints.wait()
+        if self.log is not None:
+            self.log.close()
+        stop.wait_until_saved(step, seconds=self.config.timeout_seconds)
+        saved = f"step {step} is saved" if is_alone else f"every replica has saved step {step}"
+        raise stop.stopped(saved if step else "there is no step to save yet")
 
     def conclude(self) -> Outcome | None:
         """Wait for the last checkpoint, leave the run, evaluate, and sum up in the first process."""
@@ -195,7 +226,7 @@ class _Run:
         if self.world.rendezvous is not None:
             self.world.rendezvous.leave()
         loss = evaluate(self.state, self.world, self.held_out, together=True)
-        outcome = conclude(self.state, self.config, self.world, loss) if self.world.replica == 0 else None
+        outcome = conclude(self.state, self.config, self.world, loss, self._means())
         if outcome is not None and outcome.summary.get("closed") is False:
             raise ExchangeError(
                 f"the run was not closed within {self.config.timeout_seconds:g} s: {SUMMARY_FILE} and "
@@ -203,6 +234,16 @@ class _Run:
                 f"log, which may not be its last: see with diloco store status {self.config.rendezvous}"
             )
         return outcome
+
+    def _means(self) -> dict[str, float]:
+        """Training loss and compute utilization, the means over the replicas, by their metrics of all steps."""
+        own: list[float] = []
+        if self.log is not None:
+            steps = replica_tail(self.config.directory, self.config, self.world.replica).read()
+            own = [steps.loss, steps.compute_utilization] if steps.last else []
+        of_replicas = [values for values in share(self.world.everyone, own, list[float]) if values]
+        means = map(fmean, zip(*of_replicas, strict=True))
+        return dict(zip(("training_loss", "compute_utilization"), means, strict=False))
 
 
 @contextmanager
@@ -235,7 +276,7 @@ def _set_up(asked: TrainConfig, *, resume: bool, on_step: Callable[[StepMetrics]
             log = _open_log(config, world, state)
             _serve_metrics(config, state, world.replica, stack)
         batches = open_batches(config, world, corpus, after_step=state.step)
-        yield _Run(config, world, batches, held_out, state, checkpoints, log, on_step)
+        yield _Run(config, world, batches, held_out, state, checkpoints, log, on_step, saved_step=state.step)
 
 
 def _open_log(config: TrainConfig, world: World, state: TrainState) -> MetricsLog:

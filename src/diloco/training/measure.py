@@ -26,6 +26,7 @@ from diloco.training.config.engine_settings import check
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolve, resolved
 from diloco.training.data_parallel import DataParallel
+from diloco.training.hardware import chosen_device
 from diloco.training.loop import open_batches, open_split
 from diloco.training.optimizer import adamw, learning_rate
 from diloco.training.prepare import prepare_run
@@ -80,6 +81,21 @@ def measure_machines(config: TrainConfig) -> Machines:
         gbit_s = world.over_ranks(gbit_s)
         rows = share(world.exchange, [_step_seconds(config, world), gbit_s, latency_seconds], list[float])
     return Machines(*map(tuple, zip(*rows, strict=True)))
+
+
+def measure_alone(config: TrainConfig) -> float:
+    """Time a step of one replica of a run, which has this machine to itself; `config` as in `measure_machines`.
+
+    Raises:
+        UserError: if a replica of the run has several processes.
+    """
+    if config.processes_per_replica > 1:
+        raise UserError(
+            f"link: the step of a replica of {config.processes_per_replica} processes is timed with its link, on "
+            "the machines that will train: leave link out",
+            "link",
+        )
+    return _step_seconds(config, alone(config.precision, chosen_device(config.device, 0, shares=True)))
 
 
 def _step_seconds(config: TrainConfig, world: World) -> float:

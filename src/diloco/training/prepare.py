@@ -18,6 +18,8 @@ from diloco.schedule import Schedule
 from diloco.schema import checked_name
 from diloco.training.config.config import TrainConfig, differences
 from diloco.training.config.engine_settings import check_sends, checked_settings
+from diloco.training.config.joined import check_text as check_joined
+from diloco.training.config.joined import facts_of
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import Budget, resolved, with_budget, with_method_values
 from diloco.training.processes import under_a_launcher
@@ -66,6 +68,8 @@ def prepare_run(
         check_unclaimed(asked)
     schedule = _checked_before_the_text(asked, budget)
     directory = resolve_data(asked.data, progress=progress)
+    if asked.rendezvous is not None and not asked.recipe:
+        _check_joined_text(asked.rendezvous, directory)
     asked = _with_budget(replace(asked, data=replace(asked.data, prepared=directory)), budget)
     config = resolved(asked)
     if schedule is not None:
@@ -87,6 +91,17 @@ def _checked_before_the_text(asked: TrainConfig, budget: Budget | None) -> Sched
     if asked.method == "data_parallel":
         return None
     return checked_settings(with_method_values(replace(asked, model=model))).schedule
+
+
+def _check_joined_text(url: str, prepared: Path) -> None:
+    try:
+        check_joined(facts_of(url), prepared)
+    except UserError as error:
+        raise UserError(
+            f"{error}: name the sources and the tokenizer that the run was created with by data.train and "
+            "data.tokenizer, or a copy of its prepared directory by data.prepared",
+            *("data.train", "data.tokenizer", "data.prepared"),
+        ) from None
 
 
 def _with_budget(asked: TrainConfig, budget: Budget | None) -> TrainConfig:
@@ -115,7 +130,7 @@ def refuse_what_means_nothing(asked: TrainConfig) -> None:
     Raises:
         UserError: naming the field.
     """
-    changed = differences(recipe(asked.recipe), asked)
+    changed = differences(recipe(asked.recipe), asked) if asked.recipe else {}  # of a run that is joined
     if asked.method == "data_parallel":
         unused = [name for name in changed if name.startswith("diloco.")]
         if unused:
@@ -143,7 +158,7 @@ def refuse_what_means_nothing(asked: TrainConfig) -> None:
 
 def _name(asked: TrainConfig) -> str:
     """The recipe's name and the time, which another replica of a rendezvous may have, too."""
-    name = f"{asked.recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+    name = f"{asked.recipe or 'replica'}-{datetime.now():%Y%m%d-%H%M%S}"
     return name if asked.rendezvous is None else f"{name}-{secrets.token_hex(3)}"
 
 

@@ -8,6 +8,7 @@ of them launches a run in turn.
 import ctypes
 import gc
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -30,8 +31,19 @@ from diloco.errors import DilocoError, ExchangeError, FileWriteError, ReplicaFai
 if TYPE_CHECKING:
     from diloco.training.config.config import TrainConfig
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""The signals that end a run."""
+SIGNALS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2),  # which schedulers send before they preempt a job
+)
+"""The signals that end a run; `AT_ONCE` does so without a checkpoint."""
+
+_LOG = logging.getLogger("diloco")
+
+AT_ONCE = signal.SIGQUIT
+"""Ctrl-\\ in a terminal, and what a second Ctrl-C becomes."""
+
+SECONDS_BETWEEN_SIGNALS = 1.0
+"""Time within which a signal is the same one, once more: `timeout` and others send it twice."""
 
 STORE = "DILOCO_LOCAL_STORE"
 """The environment variable with the file at which local replicas meet; torchrun's replicas have none."""
@@ -67,10 +79,10 @@ def import_modules(names: Iterable[str]) -> None:
             gc.enable()
 
 
-def end_with_parent() -> None:
-    """Have this process ended by SIGTERM when its parent ends, however that ends; Linux only."""
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Have this process ended by a signal when its parent ends, however that ends; Linux only."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 @contextmanager
@@ -108,12 +120,30 @@ class Call:
         """The process's number, once it has started."""
         self.ended_by: int | None = None
         """The first signal that was to end it."""
+        self.is_ended_at_once = False
+        """True once a second one was."""
+        self._ended_at = 0.0
         self.is_over = False
         """True once the process has answered or ended."""
 
     def end(self, number: int = signal.SIGTERM, _: object = None) -> None:
-        """End the process by a signal: at its start, if it has not started yet."""
-        self.ended_by = self.ended_by or number
+        """End the process by a signal, at its start if it has not started yet; a second one becomes AT_ONCE."""
+        now = time.monotonic()
+        if self.ended_by is None:
+            self.ended_by, self._ended_at = number, now
+        elif now - self._ended_at < SECONDS_BETWEEN_SIGNALS:
+            return
+        else:
+            self.is_ended_at_once, number = True, AT_ONCE
+        self._send(number)
+
+    def started(self, pid: int) -> None:
+        """Note the process's number; a call that was to end before ends now."""
+        self.pid = pid
+        if self.ended_by is not None:
+            self._send(self.ended_by)
+
+    def _send(self, number: int) -> None:
         if self.pid is not None and not self.is_over:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -144,7 +174,7 @@ class Ancestor:
     def close(self) -> None:
         """End it, and by that the processes that it has forked."""
         self._connection.close()
-        self._process.terminate()
+        self._process.kill()
         self._process.join()
 
     @property
@@ -164,9 +194,7 @@ class Ancestor:
                 with theirs:
                     send_handle(self._connection, theirs.fileno(), self._process.pid)
                 ours.send(call.request)
-                call.pid = ours.recv()
-                if call.ended_by is not None:
-                    call.end(call.ended_by)
+                call.started(ours.recv())
                 return ours.recv()
             except ConnectionError as error:
                 raise EOFError from error
@@ -176,10 +204,11 @@ class Ancestor:
 
 def _serve(control: Connection, launchers: Connection | None) -> None:
     """Be the ancestor: fork a process for each call, until the process that sends them has ended."""
-    # The terminal sends them to all: the process that launches decides.
-    signal.pthread_sigmask(signal.SIG_BLOCK, set(SIGNALS) - {signal.SIGTERM})
+    # A terminal, or who stops a service, sends them to all: the process that launches decides.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     if launchers is not None:
-        end_with_parent()  # the connection may stay open: other forks of the launcher hold its end, too
+        # The connection may stay open: other forks of the launcher hold its end, too.
+        end_with_parent(signal.SIGKILL)
         launchers.close()
     import_modules(_IMPORTS)
     with suppress(EOFError):
@@ -214,10 +243,24 @@ def under_a_launcher() -> bool:
     return "RANK" in os.environ
 
 
+def is_first_on_machine() -> bool:
+    """True if this process is to say what this machine does; of several that a launcher has started, one is."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def process_name(processes_per_replica: int, rank: int) -> str:
+    """The name of a process, by its number among all."""
+    replica, process = divmod(rank, processes_per_replica)
+    return f"replica {replica}" if processes_per_replica == 1 else f"process {process} of replica {replica}"
+
+
 @contextmanager
 def prepared() -> Iterator[None]:
-    """Have the replicas of `launch` in this context start sooner; enter it before this process starts threads."""
-    if under_a_launcher() or sys.platform != "linux":
+    """Have the replicas of `launch` in this context start sooner; enter it before this process starts threads.
+
+    In a context of the same kind it does nothing.
+    """
+    if under_a_launcher() or sys.platform != "linux" or _PREPARED:
         yield
         return
     with Ancestor("fork") as ancestor:
@@ -244,6 +287,9 @@ def launch(
     name), and listen on the loopback interface alone. When one fails, the others are ended. `imports` are modules
     that all of them need, which are then imported once.
 
+    A signal is passed on to all processes, which may save their work before they end; a second one, some time
+    later, ends them at once.
+
     Raises:
         ReplicaFailedError: with the message, fields and exit code of the error that the entrypoint raised, or with
             the signal that killed it.
@@ -251,28 +297,49 @@ def launch(
     call = Call(_supervise, entrypoint, num_replicas, processes_per_replica, arguments, imports=imports)
     error = ReplicaFailedError("the process that starts the replicas was killed (out of memory?)", exit_code=1)
     ancestors = nullcontext(_PREPARED[-1]) if _PREPARED else Ancestor("spawn")
-    with ancestors as ancestor, on_signal(call.end), suppress(EOFError):
-        error = ancestor.run(call)
-    if call.ended_by is not None:
-        name = signal.Signals(call.ended_by).name
-        raise ReplicaFailedError(f"stopped by {name}", exit_code=128 + call.ended_by)
+
+    def end(number: int, _: object) -> None:
+        if call.ended_by is None and sys.stderr.isatty():
+            _LOG.warning("the replicas end after this step; a second signal ends them at once")
+        call.end(number)
+
+    with ancestors as ancestor, on_signal(end):
+        try:
+            error = ancestor.run(call)
+        except EOFError:
+            if call.ended_by is not None:
+                error = _stopped(call.ended_by, at_once=call.is_ended_at_once)
     if error is not None:
         raise error
+
+
+def _stopped(number: int, *, at_once: bool = False) -> ReplicaFailedError:
+    """The error of processes that a signal has ended and that say nothing themselves."""
+    how = "at once by a second signal" if at_once else f"by {signal.Signals(number).name}"
+    return ReplicaFailedError(f"stopped {how}", exit_code=128 + number)
 
 
 def _supervise(
     entrypoint: Callable[..., None], num_replicas: int, processes_per_replica: int, arguments: tuple[Any, ...]
 ) -> ReplicaFailedError | None:
-    """Run the replicas, and end the others when one fails, or when a signal says so; return the error, if any."""
-    num_processes = num_replicas * processes_per_replica
+    """Run the replicas, pass a signal on to them, and end all when one fails; return the error, if any."""
+    num_processes, parent = num_replicas * processes_per_replica, os.getppid()
     processes: list[BaseProcess] = []
     signals: list[int] = []
+    last_signal = AT_ONCE
 
     def stop(number: int, _: object) -> None:
-        for each in SIGNALS:  # one is enough
-            signal.signal(each, signal.SIG_IGN)
-        signals.append(number)
-        raise SystemExit(128 + number)
+        nonlocal last_signal
+        # Of an orphan's run nobody holds the lock: a resume may begin now.
+        if number in (AT_ONCE, signal.SIGALRM) or os.getppid() != parent:
+            for each in SIGNALS:
+                signal.signal(each, signal.SIG_IGN)
+            last_signal = signal.SIGKILL
+            raise SystemExit(128 + number)
+        if not signals:  # the launcher passes on what the terminal has sent already
+            signals.append(number)
+            signal.alarm(_SECONDS_TO_STOP)
+            _send(processes, number)
 
     reports = list[Any]()
     with _meeting_file() as store:
@@ -286,17 +353,18 @@ def _supervise(
                 reports.append(report)
                 processes.append(process)
             with on_signal(stop):
+                signal.signal(signal.SIGALRM, stop)
                 try:
                     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
                     failed = _first_failure(processes)
                 finally:
                     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         finally:
-            _end(processes, signals[0] if signals else signal.SIGTERM)
+            _end(processes, last_signal)
         if failed is None:
             return None
         rank, exit_code = failed
-        return _explain(rank, exit_code, reports[rank], processes_per_replica)
+        return _explain(rank, exit_code, reports[rank], processes_per_replica, signals)
 
 
 @contextmanager
@@ -322,21 +390,22 @@ def _run(
     environment: dict[str, str], report: Connection, entrypoint: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
     """Run the entrypoint in the replica; send its error to the launcher."""
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _interrupt)
     try:
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, _interrupt)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        end_with_parent()
+        end_with_parent(signal.SIGKILL)
         os.environ.update(environment)
         if "OMP_NUM_THREADS" in environment:
             import torch
 
             torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch has looked for the variable before
         entrypoint(*arguments)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         exit_code = exit_code_of(error)
+        if exit_code is not None and not str(error):  # a signal has ended it before it could say more
+            raise SystemExit(exit_code) from None
         if exit_code is None or os.environ.get("DILOCO_TRACEBACK"):
             traceback.print_exc()
             raise SystemExit(1) from None
@@ -355,7 +424,8 @@ _MOST_LETTERS = 4000
 
 def _interrupt(number: int, _: object) -> None:
     """End a replica by KeyboardInterrupt, and let nothing be printed any more: the launcher says why it ended."""
-    signal.signal(number, signal.SIG_IGN)
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     raise KeyboardInterrupt
 
@@ -373,24 +443,31 @@ def _first_failure(processes: Sequence[BaseProcess]) -> tuple[int, int] | None:
     return None
 
 
-def _end(processes: Sequence[BaseProcess], first_signal: int) -> None:
-    """End the processes that still run; those that don't end in time are killed.
+def _send(processes: Sequence[BaseProcess], number: int) -> list[BaseProcess]:
+    """Send a signal to the processes that still run, and return these."""
+    running = [process for process in processes if process.exitcode is None]
+    for process in running:
+        assert process.pid is not None, "it was started"
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+    return running
+
+
+def _end(processes: Sequence[BaseProcess], last_signal: int) -> None:
+    """End the processes that still run by a signal; those that don't end in time are killed.
 
     One alone may still upload what it owes to others. Several that wait for each other inside of a library hear no
-    SIGINT there.
+    signal there.
     """
     seconds = _SECONDS_TO_LEAVE if len(processes) == 1 else _SECONDS_TO_END
-    for number in (first_signal, signal.SIGTERM, signal.SIGKILL):
-        running = [process for process in processes if process.exitcode is None]
-        for process in running:
-            assert process.pid is not None, "it was started"
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+    for number in (last_signal, signal.SIGKILL):
         deadline = time.monotonic() + seconds
-        for process in running:
+        for process in _send(processes, number):
             process.join(max(deadline - time.monotonic(), 0))
 
 
+_SECONDS_TO_STOP = 600
+"""Time for processes to save their work; they bound each wait for others themselves."""
 _SECONDS_TO_LEAVE = 30.0
 _SECONDS_TO_END = 5.0
 
@@ -416,12 +493,16 @@ def _environment(rank: int, num_processes: int, store: str) -> dict[str, str]:
     } | ({} if os.environ.get("OMP_NUM_THREADS") else share)
 
 
-def _explain(rank: int, exit_code: int, report: Connection, processes_per_replica: int) -> ReplicaFailedError:
-    """The error of a process that failed, as it reported it itself, or else by its exit code."""
+def _explain(
+    rank: int, exit_code: int, report: Connection, processes_per_replica: int, signals: Sequence[int] = ()
+) -> ReplicaFailedError:
+    """The error of a process that failed, as it reported it itself, or else by the signals or its exit code."""
     with suppress(EOFError, OSError):  # it has sent nothing, or was killed amid it
         if report.poll():
             error = json.loads(report.recv_bytes())
             return ReplicaFailedError(error["message"], exit_code=exit_code, fields=tuple(error["fields"]))
+    if signals:
+        return _stopped(signals[0])
     replica, process = divmod(rank, processes_per_replica)
     name = f"replica {replica}" + (f", process {process}," if processes_per_replica > 1 else "")
     return ReplicaFailedError(f"{name} {_ending(exit_code)}", exit_code=1)

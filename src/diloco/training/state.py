@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from diloco.engine.streaming import StreamingDiLoCo, uncounted_tokens
+from diloco.engine.streaming import StreamingDiLoCo, see_to_its_end, uncounted_tokens
 from diloco.exchange.group import TorchGroup
 from diloco.models.language_model import LanguageModel
 from diloco.outer.step import OuterStep
@@ -214,12 +214,12 @@ class TrainState:
         """Note that a step was taken, and ask how far the run is; all processes of the replica ask together."""
         self.step, self.standing = step, self.progress.after(step)
 
-    def save(self, checkpoints: Checkpoints) -> None:
-        """Copy everything now, and write it in the background."""
+    def save(self, checkpoints: Checkpoints, *, drops_old: bool = True) -> None:
+        """Copy everything now, and write it in the background; then drop all checkpoints but those to keep."""
         facts, sync = _parted(self.sync.state_dict())
         mean_loss = self.mean_loss and self.mean_loss.state(self.step)
         facts = _Facts(self.step, self.seconds, self.blocked_seconds, facts, mean_loss)
-        checkpoints.save(self.step, asdict(facts), self._tensors(sync))
+        checkpoints.save(self.step, asdict(facts), self._tensors(sync), drops_old=drops_old)
 
     def load(self, checkpoints: Checkpoints, step: int) -> None:
         """Take up what was saved, on as many shards as there are now; every replica must load the same step."""
@@ -295,6 +295,7 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         offload=config.diloco.offload,
         **vars(settings),
     )
+    see_to_its_end(engine)
     if world.rendezvous is not None:
         own_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
         progress = ElasticProgress(engine, world, num_tokens=config.num_tokens, own_tokens=own_tokens)

@@ -3,8 +3,7 @@
 import logging
 import os
 import secrets
-import signal
-import threading
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -23,7 +22,6 @@ from diloco.exchange.leader import LeaderExchange
 from diloco.exchange.notices import Notices
 from diloco.exchange.process_group import GroupExchange, ProcessGroupExchange, group_like
 from diloco.exchange.transport import (
-    SECONDS_OF_SILENCE,
     Group,
     LoopbackExchange,
     OneProcess,
@@ -33,7 +31,7 @@ from diloco.exchange.transport import (
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.resolve import facts_with_rendezvous, text_facts
 from diloco.training.hardware import chosen_device, use_autocast
-from diloco.training.processes import SIGNALS, STORE, on_signal, under_a_launcher
+from diloco.training.processes import STORE, process_name, under_a_launcher
 
 if TYPE_CHECKING:
     from diloco.rendezvous.store_rendezvous import StoreRendezvous
@@ -73,27 +71,20 @@ def meeting(config: TrainConfig) -> Iterator["StoreRendezvous"]:
             timeout_seconds=config.timeout_seconds,
             facts=facts_with_rendezvous(config) | text_facts(config.data.prepared).shared,
         )
-    with on_signal(_stop):
-        try:
-            yield rendezvous
-        except BaseException:
-            with suppress(DilocoError):  # the first error is the one to report
-                rendezvous.leave(seconds=_SECONDS_TO_LEAVE)
-            raise
-        rendezvous.leave()
-
-
-def _stop(number: int, _: object) -> None:
-    """End the run by an exception, which lets this replica leave."""
-    for each in SIGNALS:  # one is enough: the launcher passes on what the terminal has sent already
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+    try:
+        yield rendezvous
+    except BaseException:
+        with suppress(DilocoError):  # the first error is the one to report
+            rendezvous.leave(seconds=_SECONDS_TO_LEAVE)
+        raise
+    rendezvous.leave()
 
 
 _LOG = logging.getLogger("diloco")
 
 
 _MOST_NAMES = 8
+_REMEDY = "start the replicas within that time of each other, or raise timeout_seconds"
 
 
 def store_with_all(
@@ -113,18 +104,18 @@ def store_with_all(
     Raises:
         UserError: if the port at which they are to meet is in use.
         ExchangeError: naming the processes that have not come.
-        RuntimeError: if the first process can't be reached.
+        RuntimeError: if what listens at the address is no such store.
     """
-    timeout = timedelta(seconds=timeout_seconds)
+    timeout, begin = timedelta(seconds=timeout_seconds), time.monotonic()
     path = os.environ.get(STORE)
-    store = dist.FileStore(path, world_size) if path else _torchruns_store(rank, name_of(0), timeout)
+    store = dist.FileStore(path, world_size) if path else _torchruns_store(rank, name_of(0), timeout, begin)
     store.set_timeout(timeout)
     meeting = _Meeting(store, rank, world_size)
     wait_for_all(
         lambda: ", ".join(map(name_of, (meeting.missing() or [])[:_MOST_NAMES])),
-        begin=time.monotonic(),
+        begin=begin,
         seconds=timeout_seconds,
-        remedy="start the replicas within that time of each other, or raise timeout_seconds",
+        remedy=_REMEDY,
     )
     return meeting.store
 
@@ -172,13 +163,20 @@ class _Meeting:
 _ATTEMPT, _ANSWER = "diloco: the attempt", "diloco: all are here"
 
 
-def _torchruns_store(rank: int, first: str, timeout: timedelta) -> dist.Store:
+def _torchruns_store(rank: int, first: str, timeout: timedelta, begin: float) -> dist.Store:
     """The store that the environment describes; the first process opens it, unless torchrun has."""
     host, port = _address()
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not opens:
+        wait_for_all(
+            lambda: "" if _is_reached(host, port) else first,
+            begin=begin,
+            seconds=timeout.total_seconds(),
+            where=f" at {host}, port {port}",
+            remedy=f"{_REMEDY}, and check that this machine reaches that address",
+        )
     try:
-        with _said_after_a_moment(f"waiting for {first} at {host}, port {port} …"):
-            store = dist.TCPStore(host, port, is_master=opens, timeout=timeout, wait_for_workers=False)
+        store = dist.TCPStore(host, port, is_master=opens, timeout=timeout, wait_for_workers=False)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise UserError(
@@ -214,15 +212,13 @@ def _key(rank: int) -> str:
     return f"diloco: process {rank} is here"
 
 
-@contextmanager
-def _said_after_a_moment(sentence: str) -> Iterator[None]:
-    timer = threading.Timer(SECONDS_OF_SILENCE, _LOG.warning, [sentence])
-    timer.daemon = True
-    timer.start()
+def _is_reached(host: str, port: int) -> bool:
+    """True if somebody listens there; a name that can't be resolved may belong to a machine that starts later."""
     try:
-        yield
-    finally:
-        timer.cancel()
+        with socket.create_connection((host, port), timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -248,6 +244,8 @@ class World:
     rendezvous: "StoreRendezvous | None" = None
     """The run of replicas that come and go, in the place of the exchange, which has nobody to reach then; of a
     replica's processes only the first has joined it."""
+    store: dist.Store | None = None
+    """A store of all processes, in which a stop of the run is announced; None in a process alone."""
 
     @property
     def replica(self) -> int:
@@ -351,11 +349,11 @@ def _joined(config: TrainConfig, device: torch.device, rank: int, local_rank: in
     timeout, world_size = timedelta(seconds=config.timeout_seconds), config.num_processes
     try:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        names, seconds = partial(_name_of, config.processes_per_replica), config.timeout_seconds
+        names, seconds = partial(process_name, config.processes_per_replica), config.timeout_seconds
         store = store_with_all(rank=rank, world_size=world_size, name_of=names, timeout_seconds=seconds)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         _agree_on_groups({name: getattr(config, name) for name in _GROUPS})
-        world = world_of(config, device, timeout, is_first_on_machine=local_rank == 0)
+        world = replace(world_of(config, device, timeout, is_first_on_machine=local_rank == 0), store=store)
     except ExchangeError:  # it says who is missing
         raise
     except RuntimeError as error:
@@ -382,12 +380,6 @@ def _warn_of_open_ports() -> None:
         os.environ.get("MASTER_ADDR"),
         f"the interface {interface}" if interface else "the address of each host's name",
     )
-
-
-def _name_of(processes_per_replica: int, rank: int) -> str:
-    """The name of a process, by its number among all."""
-    replica, process = divmod(rank, processes_per_replica)
-    return f"replica {replica}" if processes_per_replica == 1 else f"process {process} of replica {replica}"
 
 
 _GROUPS = ("num_replicas", "shards_per_replica", "ddp_per_replica", "num_connections")

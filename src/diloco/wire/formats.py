@@ -244,6 +244,14 @@ FORMATS: dict[str, type[Format]] = {
 """Every format by its name."""
 
 
+_OTHER_NAMES = {
+    **dict.fromkeys(("4bit", "float4", "fp4"), "e3m0"),
+    **dict.fromkeys(("8bit", "float8", "fp8"), "e4m3"),
+    **{"mxfp4": "e2m1", "nf4": "int4", "float32": "fp32", "none": "fp32", "bfloat16": "bf16", "float16": "fp16"},
+}
+"""Names that other programs have for formats such as these."""
+
+
 def parse(spec: str) -> Format:
     """The format of a name with options, such as `e3m0` or `topk:density=0.01,values=e3m0`.
 
@@ -255,7 +263,8 @@ def parse(spec: str) -> Format:
     """
     name, _, options = spec.partition(":")
     if name not in FORMATS:
-        raise UserError(f"{spec!r} is not a codec: choose one of {', '.join(FORMATS)}")
+        meant = f"did you mean {_OTHER_NAMES[name]}? There are" if name in _OTHER_NAMES else "choose one of"
+        raise UserError(f"{spec!r} is not a codec: {meant} {', '.join(FORMATS)}")
     kind = FORMATS[name]
     readers = {field.name: _READERS[field.type] for field in fields(kind)}
     chosen: dict[str, Any] = {}

@@ -10,6 +10,7 @@ from diloco.outer.cohort import Cohort
 from diloco.rendezvous.log.entries import (
     FORMAT,
     MOST_REPLICAS,
+    Body,
     Checksum,
     Close,
     Contribution,
@@ -106,6 +107,17 @@ class FragmentLog:
         return {self.round - back: base for back, base in enumerate(reversed(self.before), 1)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """Entries that were written while the same number of replicas was active."""
+
+    outer_steps: Count = 0
+    contributions: Count = 0
+    """Payloads that these outer steps counted."""
+    others: Count = 0
+    """Other entries, but for entry 0."""
+
+
 class FencedError(UserError):
     """Another process has joined under this replica's name or got its slot of the text, or its key was revoked."""
 
@@ -135,6 +147,8 @@ class RunState:
     """Outer entries."""
     tokens: Count = 0
     """Tokens of all contributions."""
+    written: dict[Count, Written] = field(default_factory=dict)
+    """By the number of replicas that were active: what they have read does not change when they leave."""
     finished: bool = False
     """True if a replica has left because the token budget is spent: the others take no more inner steps."""
     closed: tuple[Checksum, ...] = ()
@@ -329,7 +343,19 @@ class RunState:
                 state = self._closing(body)
             else:
                 state = self._left(entry.author, body)
-        return replace(state, number=self.number + 1, previous=digest)
+        return replace(state, number=self.number + 1, previous=digest, written=self._written_with(body))
+
+    def _written_with(self, body: Body) -> dict[int, Written]:
+        """The entries by the number of active replicas, with one more; a replica that it counts is active."""
+        counted = [c.replica for c in body.contributions] if isinstance(body, Outer) else []
+        num_active = len({*self.active, *counted})
+        before = self.written.get(num_active, Written())
+        now = Written(
+            outer_steps=before.outer_steps + isinstance(body, Outer),
+            contributions=before.contributions + len(counted),
+            others=before.others + (not isinstance(body, Outer)),
+        )
+        return {**self.written, num_active: now}
 
     def signer(self, entry: Entry) -> str:
         """The public key that must have signed an entry; empty in a run without keys."""

@@ -12,7 +12,7 @@ from diloco.errors import UserError
 from diloco.rendezvous.prices import PROVIDERS
 from diloco.report.terminal.screen import Screen
 from diloco.simulator.bandwidth import GBIT_S
-from diloco.simulator.planner import Plan, Remedy, Task
+from diloco.simulator.planner import Plan, Remedy, Task, feasible, presets, remedy
 from diloco.simulator.published import (
     OVERTRAINING_COSTS,
     TARGETS,
@@ -24,6 +24,7 @@ from diloco.simulator.published import (
     wall_clock_table,
 )
 from diloco.simulator.wall_clock import IdealizedRun
+from diloco.units import rate
 
 if TYPE_CHECKING:
     from diloco.training.measure import WireMeasurement
@@ -136,25 +137,42 @@ def hours_table(run: IdealizedRun) -> Table:
     return table
 
 
-def plan_json(
-    task: Task, plans: Sequence[Plan], remedy: Remedy | None, *, command: str, flags: Callable[[Plan], str]
-) -> str:
+def plan_json(task: Task, facts: Sequence[str], *, command: str, flags: Callable[[Plan], str]) -> str:
     """One JSON object: the task, the settings (the least risky first), and a remedy where there are none."""
+    plans = feasible(task)
+    help_ = None if plans else remedy(task)
+    rows = presets(task, sync_every=_period(plans, help_))
     answer: dict[str, Any] = {
         "target": task.target,
         "num_steps": task.num_steps,
         "replicas": [asdict(replica) for replica in task.replicas],
         "most_utilization": task.most_utilization,
+        "facts": [*facts],
+        "methods": [
+            {
+                "method": row.model.settings.method,
+                "needed_gbit_s": row.needed_gbit_s,
+                "compute_utilization": row.compute_utilization,
+                "hours": row.hours,
+            }
+            for row in rows
+        ],
         "plans": [_values(plan, command, flags(plan)) for plan in plans],
     }
-    if remedy is not None:
+    if help_ is not None:
         answer["remedy"] = {
-            "best": _values(remedy.best, command, flags(remedy.best)),
-            "link_gbit_s": remedy.link_gbit_s,
-            "latency_seconds": remedy.latency_seconds,
-            "step_factor": remedy.step_factor,
+            "best": _values(help_.best, command, flags(help_.best)),
+            "link_gbit_s": help_.link_gbit_s,
+            "latency_seconds": help_.latency_seconds,
+            "step_factor": help_.step_factor,
         }
     return json.dumps(answer, indent=1)
+
+
+def _period(plans: Sequence[Plan], help_: Remedy | None) -> int:
+    """H of the best plan, at which the methods are compared."""
+    best = plans[0] if help_ is None else help_.best
+    return best.model.settings.sync_every
 
 
 def _values(plan: Plan, command: str, flags: str) -> dict[str, Any]:
@@ -182,12 +200,69 @@ def _values(plan: Plan, command: str, flags: str) -> dict[str, Any]:
 
 
 def plan_parts(
-    task: Task, plans: Sequence[Plan], *, command: str, flags: Callable[[Plan], str]
+    task: Task, facts: Sequence[str], *, command: str, flags: Callable[[Plan], str]
 ) -> Iterator[Table | str]:
-    """A row for each setting, and the command of the first."""
+    """The answer, what it assumes, the methods beside each other, each setting, and the command of the first."""
+    plans = feasible(task)
+    help_ = None if plans else remedy(task)
+    rows = presets(task, sync_every=_period(plans, help_))
+    yield remedy_sentence(task, help_) if help_ is not None else _answer(task, plans[0], rows[0])
+    yield "\n".join(["", *facts, f"steps   {task.num_steps:,}", ""])
+    yield f"The methods as they are by default, at H = {_period(plans, help_)}:"
+    yield _methods(task, rows)
+    if plans:
+        yield ""
+        yield from _settings(task, plans)
+        yield f"    {command} {flags(plans[0])}"
+
+
+def _answer(task: Task, plan: Plan, data_parallel: Plan) -> str:
+    """The answer in two sentences: the first plan, beside one machine and Data-Parallel."""
+    num_replicas = len(task.replicas)
+    alone = task.num_steps * num_replicas * min(one.step_seconds for one in task.replicas) / 3600
+    settings = plan.model.settings
+    return (
+        f"Yes: with H = {settings.sync_every}, τ = {settings.overlap_steps} and {plan.wire}, the {num_replicas} "
+        f"replicas compute {plan.compute_utilization:.1%} of the time, and the run takes {_duration(plan.hours)}; "
+        f"on one of them alone, {_duration(alone)}. Data-Parallel would compute "
+        f"{data_parallel.compute_utilization:.1%} of the time, for {_duration(data_parallel.hours)}."
+    )
+
+
+def _methods(task: Task, rows: Sequence[Plan]) -> Table:
+    """A row for each method as it is by default: the link that it needs, and what it does on this one."""
+    columns = ("method", "τ", f"link for\n{task.target:.0%}", "compute\nutilization", "time")
+    table = _table(*columns, "sent per\nreplica")
+    for row in rows:
+        settings, needed = row.model.settings, row.needed_gbit_s
+        table.add_row(
+            settings.method,
+            str(row.model.schedule.max_overlap),
+            "none" if needed is None else rate(needed),
+            f"{row.compute_utilization:.1%}",
+            _duration(row.hours),
+            _bytes(1e12 * row.terabytes),
+        )
+    return table
+
+
+def _duration(hours: float) -> str:
+    for limit, unit_hours, unit in ((1, 1 / 60, "minutes"), (72, 1, "hours"), (24 * 730, 24, "days")):
+        if hours < limit:
+            return f"{hours / unit_hours:.3g} {unit}"
+    return f"{hours / 8766:,.3g} years"
+
+
+def _bytes(number: float) -> str:
+    unit, name = next((one for one in ((1e12, "TB"), (1e9, "GB")) if number >= one[0]), (1e6, "MB"))
+    return f"{number / unit:.3g} {name}"
+
+
+def _settings(task: Task, plans: Sequence[Plan]) -> Iterator[Table | str]:
+    """A row for each setting that reaches the target."""
     table = _table(
         *("H", "τ", "layers per\nfragment", "wire", "combine", "compute\nutilization", "hours"),
-        *("TB sent per\nreplica", "peak\nGbit/s", "device memory,\nGiB", "with\noffload"),
+        *("sent per\nreplica", "peak", "device memory,\nGiB", "with\noffload"),
         names=0,
     )
     for plan in plans:
@@ -200,18 +275,17 @@ def plan_parts(
             plan.combine,
             f"{plan.compute_utilization:.1%}",
             f"{plan.hours:,.1f}",
-            f"{plan.terabytes:.3g}",
-            "–" if plan.peak_gbit_s is None else f"{plan.peak_gbit_s:.3g}",
+            _bytes(1e12 * plan.terabytes),
+            "–" if plan.peak_gbit_s is None else rate(plan.peak_gbit_s),
             f"{plan.device_memory_gib():.3g}",
             f"{plan.device_memory_gib(offload=True):.3g}",
         )
     yield table
     yield (
-        f"All reach a compute utilization of {task.target:g}; hours and TB are those of {task.num_steps:,} steps. "
+        f"All reach a compute utilization of {task.target:g}; hours and bytes are of {task.num_steps:,} steps. "
         "Device memory holds parameters, Adam's moments, outer parameters and momentum, in FP32. The first "
         "setting is the least risk to the model's quality:"
     )
-    yield f"    {command} {flags(plans[0])}"
 
 
 def store_sentence(plan: Plan) -> str:
@@ -228,17 +302,17 @@ def store_sentence(plan: Plan) -> str:
     )
 
 
-def remedy_sentence(task: Task, remedy: Remedy) -> str:
+def remedy_sentence(task: Task, change: Remedy) -> str:
     """The setting that comes closest, and the changes of which each would be enough."""
-    best, settings = remedy.best, remedy.best.model.settings
+    best, settings = change.best, change.best.model.settings
     ways = [f"a target of {_rounded(best.compute_utilization, up=False)}"]
-    if remedy.step_factor is not None:
-        longer = _rounded(remedy.step_factor)
+    if change.step_factor is not None:
+        longer = _rounded(change.step_factor)
         ways.insert(0, f"steps that compute {longer} times as long, with batches as many times as large")
-    if remedy.latency_seconds:
-        ways.insert(0, f"a latency of {_rounded(remedy.latency_seconds, up=False)} s on every link")
-    if remedy.link_gbit_s is not None:
-        ways.insert(0, f"links of {_rounded(remedy.link_gbit_s)} Gbit/s")
+    if change.latency_seconds:
+        ways.insert(0, f"a latency of {_rounded(change.latency_seconds, up=False)} s on every link")
+    if change.link_gbit_s is not None:
+        ways.insert(0, f"links of {rate(float(_rounded(change.link_gbit_s)))}")
     sentence = (
         f"No setting reaches a compute utilization of {task.target:g} here. The closest is "
         f"{best.compute_utilization:.3g}, with H = {settings.sync_every}, τ = {settings.overlap_steps}, "

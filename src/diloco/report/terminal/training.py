@@ -1,27 +1,32 @@
 """A run in a terminal: its data and settings before it starts, its steps while it trains, and its results."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
+from rich.table import Table
 from rich.text import Text
 
 from diloco.data.prepare import PrepareProgress, ProgressCallback
 from diloco.data.shards import read_index, total
-from diloco.report.runs import summary_facts
+from diloco.report.reach import reach
+from diloco.report.runs import summary_facts, with_meaning
+from diloco.report.setup import learning_rate_text
 from diloco.report.text import duration, megabytes
 from diloco.schema import converted
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.forecast import Forecast
 from diloco.training.config.resolve import Budget
 from diloco.training.prepare import epoch_tokens
+from diloco.training.processes import process_name
 from diloco.training.records.metrics import StepMetrics
+from diloco.training.records.samples import Sample
 from diloco.training.records.summary import Outcome, Summary
-from diloco.training.records.tail import ReplicaSteps
+from diloco.training.records.tail import ReplicaSteps, replica_tail
 
 if TYPE_CHECKING:
     from diloco.rendezvous.store_rendezvous import StoreRendezvous
@@ -36,7 +41,8 @@ _WARMUP_LEFT_OUT = "a tenth of the steps left (at most 1000)"
 
 @contextmanager
 def preparation_progress(console: Console) -> Iterator[ProgressCallback]:
-    """A callback for `prepare` that shows its progress in a line, if the console is a terminal."""
+    """A callback for `prepare` that shows its progress: a line of a terminal, elsewhere one every 10 seconds."""
+    pace = _Pace()
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -48,12 +54,15 @@ def preparation_progress(console: Console) -> Iterator[ProgressCallback]:
 
     def show(progress: PrepareProgress) -> None:
         """Update the line."""
-        bar.start()
-        bar.update(
-            task,
-            description=f"{progress.stage}: {progress.num_documents:,} documents, {progress.num_bytes:,} bytes, "
-            f"{progress.num_tokens:,} tokens",
+        line = (
+            f"{progress.stage}: {progress.num_documents:,} documents, {progress.num_bytes:,} bytes, "
+            f"{progress.num_tokens:,} tokens"
         )
+        if console.is_terminal:
+            bar.start()
+            bar.update(task, description=line)
+        elif pace.is_time_for_a_line():
+            console.print(line, highlight=False, soft_wrap=True)
 
     try:
         yield show
@@ -62,30 +71,53 @@ def preparation_progress(console: Console) -> Iterator[ProgressCallback]:
             bar.stop()
 
 
+class _Pace:
+    """The lines where there is no terminal: one every 10 seconds."""
+
+    def __init__(self) -> None:
+        self._last_line = time.monotonic()
+
+    def is_time_for_a_line(self) -> bool:
+        """True where the last one is that old; then the next one is as late again."""
+        now = time.monotonic()
+        if now - self._last_line < _SECONDS_BETWEEN_LINES:
+            return False
+        self._last_line = now
+        return True
+
+
 class TrainingProgress:
-    """One replica's progress since it started: two live lines in a terminal, elsewhere a line every 10 seconds.
+    """One replica's progress: two live lines in a terminal, elsewhere a line every 10 seconds.
 
     Args:
         config: the run's.
         console: to write to.
+        rank: the process's number among all, which is named where there are several.
     """
 
-    def __init__(self, config: TrainConfig, console: Console) -> None:
+    def __init__(self, config: TrainConfig, console: Console, *, rank: int = 0) -> None:
         self._config, self._console = config, console
+        self._replica = 0 if config.rendezvous is not None else rank // config.processes_per_replica
+        is_named = rank > 0 or config.num_local_replicas > 1
+        self._name = f"{process_name(config.processes_per_replica, rank)}  " if is_named else ""
         self._bar = Progress(
             BarColumn(bar_width=None), TaskProgressColumn(), TextColumn("{task.fields[eta]}"), expand=True
         )
         self._task = self._bar.add_task("train", total=config.num_steps, eta="")
         self._line = Text()
         self._view = Live(Group(self._line, self._bar), console=console)
-        self._steps: ReplicaSteps | None = None
-        self._last_line = time.monotonic()
+        self._steps = ReplicaSteps(tokens_before=0 if config.rendezvous is None else None)
+        self._pace = _Pace()
 
     def started(self, step: int, rendezvous: "StoreRendezvous | None", *, is_resume: bool) -> None:
-        """Show the replica's place in the run that it has joined, and the step from which a resume goes on."""
+        """Show the replica's place in the run that it has joined, and the step from which a resume goes on.
+
+        Its progress goes on with the steps before that.
+        """
         if rendezvous is not None:
             self._joined(rendezvous)
         if is_resume:
+            self._steps = replica_tail(self._config.directory, self._config, self._replica).read()
             self._resumed(step)
 
     def _joined(self, rendezvous: "StoreRendezvous") -> None:
@@ -105,11 +137,10 @@ class TrainingProgress:
 
     def __call__(self, metrics: StepMetrics) -> None:
         """Show a step."""
-        if self._steps is None:
-            self._steps = ReplicaSteps(tokens_before=metrics.tokens - self._config.tokens_per_step)
         self._steps.add(metrics)
         if metrics.eval_loss is not None:
-            whose = " of replica 0's share of the text" if self._config.num_local_replicas > 1 else ""
+            shares = self._config.num_local_replicas > 1
+            whose = f" of replica {self._replica}'s share of the text" if shares else ""
             line = f"step {metrics.step}  held-out loss {metrics.eval_loss:.4f}{whose}"
             self._console.print(line, highlight=False, soft_wrap=True)
         if self._console.is_terminal:
@@ -117,7 +148,7 @@ class TrainingProgress:
             self._line.plain = self._status(metrics, self._steps)
             completed = metrics.tokens / self._config.tokens_per_step  # steps of the global batch
             self._bar.update(self._task, completed=completed, eta=self._eta(metrics, self._steps))
-        elif self._is_time_for_a_line() or metrics.tokens >= self._config.num_tokens:
+        elif self._pace.is_time_for_a_line() or metrics.tokens >= self._config.num_tokens:
             line = f"{self._status(metrics, self._steps)}  {self._eta(metrics, self._steps)}"
             self._console.print(line, highlight=False, soft_wrap=True)
 
@@ -131,7 +162,7 @@ class TrainingProgress:
             where = f"step {metrics.step}, {metrics.tokens / self._config.num_tokens:.1%} of the run"
         held_out = "" if steps.evaluated is None else f"held-out {steps.evaluated.eval_loss:.3f}  "
         return (
-            f"{where}  loss {steps.loss:.3f}  {held_out}{steps.tokens_per_second or 0:,.0f} tokens/s  "
+            f"{self._name}{where}  loss {steps.loss:.3f}  {held_out}{steps.tokens_per_second or 0:,.0f} tokens/s  "
             f"compute utilization {steps.compute_utilization:.1%}  sent {megabytes(steps.bytes_sent)}"
             + "".join(f"  {part}" for part in _of_gpu(metrics.model_flops_utilization, metrics.peak_memory_bytes))
         )
@@ -140,21 +171,43 @@ class TrainingProgress:
         seconds = steps.seconds_for(max(0, self._config.num_tokens - metrics.tokens))
         return "" if seconds is None else f"ETA {duration(seconds)}"
 
-    def _is_time_for_a_line(self) -> bool:
-        now = time.monotonic()
-        if now - self._last_line < _SECONDS_BETWEEN_LINES:
-            return False
-        self._last_line = now
-        return True
 
+def print_outcome(config: TrainConfig, outcome: Outcome | None, console: Console, *, rank: int = 0) -> None:
+    """Print the results, the run's directory, and samples; of another process than the first, what it has.
 
-def print_outcome(config: TrainConfig, outcome: Outcome, console: Console) -> None:
-    """Print the results, the run's directory, and a sample."""
-    facts = summary_facts(converted(outcome.summary, Summary, source="the summary"))
-    for name, value in {**facts, "files": str(config.directory)}.items():
+    Args:
+        config: the run's.
+        outcome: of the process's replica; None in any but its first process.
+        console: to print to.
+        rank: the process's number among all.
+    """
+    facts = {} if outcome is None else summary_facts(converted(outcome.summary, Summary, source="the summary"))
+    files = str(config.directory)
+    if rank:
+        files += ": this machine's metrics and checkpoints; replica 0 has written the model into its own"
+    for name, value in {**facts, "files": files}.items():
         if value:
-            console.print(f"{name:21}{value}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"\nThe model writes:\n\n{outcome.sample}", highlight=False, markup=False)
+            console.print(f"{name:21}{with_meaning(name, value)}", highlight=False, markup=False, soft_wrap=True)
+    if outcome is not None and outcome.samples:
+        _print_samples(outcome.samples, console)
+        _print_reach(config, converted(outcome.summary, Summary, source="the summary"), console)
+
+
+def _print_samples(samples: Sequence[Sample], console: Console) -> None:
+    console.print("\nThe model writes", highlight=False)
+    for sample in samples:
+        place = f"after {sample.prompt!r}" if sample.prompt else "at the beginning of a document"
+        console.print(f"\n{place}:", style="dim", highlight=False, markup=False)
+        console.print(Text.assemble((sample.prompt, "bold"), sample.text.rstrip()), soft_wrap=True)
+
+
+def _print_reach(config: TrainConfig, summary: Summary, console: Console) -> None:
+    far = reach(config, num_tokens=summary.num_tokens, tokens_per_second=summary.tokens_per_second)
+    if far is not None:
+        table = Table(*far.table.columns, box=None, header_style="bold")
+        for row in far.table.rows:
+            table.add_row(*map(Text, row))
+        console.print("", far.this, table, far.about, sep="\n", highlight=False, markup=False)
 
 
 def _of_gpu(model_flops_utilization: float | None, peak_memory_bytes: int | None) -> list[str]:
@@ -236,13 +289,7 @@ def forecast_lines(config: TrainConfig, forecast: Forecast) -> Iterator[str]:
 
 
 def _rate_line(config: TrainConfig) -> str:
-    inner = config.optimizer
-    down = "a cosine"
-    if inner.schedule == "wsd":
-        down = f"constant until a decay over the last {inner.decay_fraction:.0%} of the steps,"
-    warmup = _WARMUP_LEFT_OUT if inner.warmup_steps is None else f"{inner.warmup_steps} steps"
-    up = f"{warmup} up to {inner.learning_rate:g}"
-    return f"rate   {up}, then {down} to {inner.final_fraction:.0%}"
+    return f"rate   {learning_rate_text(config, warmup=_WARMUP_LEFT_OUT)}"
 
 
 def _syncs_line(config: TrainConfig, forecast: Forecast) -> str:

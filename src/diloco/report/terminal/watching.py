@@ -11,13 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.report.page import BLACK, Page, Section
+from diloco.report.runs import LOSS
 from diloco.report.text import duration
 from diloco.training.records.tail import RunTail
 
 if TYPE_CHECKING:
     from diloco.experiments.runner.grid import GridProgress
 
-_WITHOUT_ROOM = ("bits per byte", "tokens", "time")
+_WITHOUT_ROOM = ("time",)
 """Columns of a comparison of runs that a terminal leaves out."""
 
 
@@ -104,4 +105,4 @@ def _of_run(run: RunTail) -> str:
     if run.config is None or run.last is None or run.loss is None:
         return "starting"
     eta = f"  ETA {duration(run.eta_seconds)}" if run.eta_seconds is not None else ""
-    return f"step {run.last.step}/{run.config.num_steps}  loss {run.loss:.3f}{eta}"
+    return f"step {run.last.step}/{run.config.num_steps}  {LOSS} {run.loss:.4f}{eta}"

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from diloco.training.config.config import (
     to_json,
 )
 from diloco.training.config.recipes import RECIPES, recipe, with_hugging_face
+from diloco.units import count
 
 
 def check_sizes(config: TrainConfig, *, here: bool) -> None:
@@ -96,8 +96,6 @@ _LARGEST_MEMORY_BYTES = 1 << 46
 
 Unit = Literal["tokens", "tokens a parameter", "epochs"]
 
-_FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
-
 
 @dataclass(frozen=True)
 class Budget:
@@ -128,19 +126,18 @@ def parse_tokens(text: str) -> Budget:
     >>> parse_tokens("1.5M"), parse_tokens("20x")
     (Budget(amount=1500000.0, unit='tokens'), Budget(amount=20.0, unit='tokens a parameter'))
     """
-    match = re.fullmatch(
-        r"([0-9][0-9_,]*(?:\.[0-9]*)?(?:e\+?[0-9]{1,3})?)([kmgbtx]?)", text.strip(), re.IGNORECASE
-    )
-    if match is None:
+    word = text.strip().lower()
+    try:
+        budget = (
+            Budget(float(word[:-1]), "tokens a parameter") if word[-1:] == "x" else Budget(count(word), "tokens")
+        )
+    except ValueError:
         raise UserError(
             f"num_tokens={text} is no number of tokens: take one such as 1000000, 1e6 or 1M, or 20x for 20 tokens "
             "a parameter",
             "num_tokens",
-        )
-    amount, unit = float(match[1].replace(",", "")), match[2].lower()
-    if unit == "x":
-        return _checked("num_tokens", text, Budget(amount, "tokens a parameter"))
-    return _checked("num_tokens", text, Budget(amount * _FACTORS[unit], "tokens"))
+        ) from None
+    return _checked("num_tokens", text, budget)
 
 
 def epochs(number: float) -> Budget:
@@ -333,13 +330,14 @@ def shared_facts(config: TrainConfig) -> dict[str, Any]:
 
 def facts_with_rendezvous(config: TrainConfig) -> dict[str, Any]:
     """The settings that replicas which come and go must share, by dotted name, as JSON."""
-    own = {
-        name
-        for kind in ("incidental", "own_to_a_replica", "own_with_rendezvous", "may_change_on_resume")
-        for name in fields_with(TrainConfig, kind)
-    }
-    own -= {f"model.{name}" for name in config.model.replayed_fields}
-    return _facts(config, without=own)
+    replayed = {f"model.{name}" for name in config.model.replayed_fields}
+    return _facts(config, without=names_with_rendezvous() - replayed)
+
+
+def names_with_rendezvous() -> set[str]:
+    """The dotted names of the settings in which replicas that come and go may differ."""
+    kinds = ("incidental", "own_to_a_replica", "own_with_rendezvous", "may_change_on_resume")
+    return {name for kind in kinds for name in fields_with(TrainConfig, kind)}
 
 
 def _facts(config: TrainConfig, *, without: Collection[str]) -> dict[str, Any]:

@@ -273,19 +273,22 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.join()
 
-    def save(self, step: int, facts: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    def save(
+        self, step: int, facts: Mapping[str, Any], tensors: Mapping[str, Any], *, drops_old: bool = True
+    ) -> None:
         """Copy the tensors now, and write them in the background; every process of the replica must call it.
 
         Args:
             step: of the run.
             facts: JSON values; those of shard 0 are kept.
             tensors: nested by name; DTensors where the replica is sharded.
+            drops_old: keep only the newest checkpoints then, as many as are to be kept.
 
         Raises:
             CheckpointWriteError: if the checkpoint before could not be written.
         """
         self.wait()
-        staged = (step, dict(facts), _copied(tensors))
+        staged = (step, dict(facts), _copied(tensors), drops_old)
         self._writer = threading.Thread(target=self._write, args=staged, name="checkpoint")
         self._writer.start()
 
@@ -349,7 +352,7 @@ class Checkpoints:
             for path in set(self._directory.glob("step-*/")) - kept:
                 remove(path)
 
-    def _write(self, step: int, facts: dict[str, Any], tensors: dict[str, Any]) -> None:
+    def _write(self, step: int, facts: dict[str, Any], tensors: dict[str, Any], drops_old: bool) -> None:
         path = step_path(self._directory, step)
         names = [FACTS_FILE, *map(shard_file, range(self._num_shards))]
         try:
@@ -360,7 +363,7 @@ class Checkpoints:
                 on_disk = [digest(path / FACTS_FILE), *digests]
                 _check_disk(path, names)
                 write_checksums(path, dict(zip(names, map(bytes.hex, on_disk), strict=True)))
-                for old in self.steps()[: -self._keep]:
+                for old in self.steps()[: -self._keep] if drops_old else ():
                     remove(step_path(self._directory, old))
         except Exception as error:  # raised again where training waits
             self._failure = error

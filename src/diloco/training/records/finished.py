@@ -1,7 +1,7 @@
 """Read the parameters that a run saved, and evaluate them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from diloco.rendezvous.log.log import is_store
 from diloco.training.config.config import Parameters, TrainConfig
 from diloco.training.config.resolve import check_sizes
 from diloco.training.records.checkpoints import finished_steps, read, read_files
-from diloco.training.records.runs import check_text, read_config
+from diloco.training.records.runs import check_text, read_config, run_directory
 from diloco.training.records.store_runs import store_config, store_parameters
 from diloco.training.records.summary import OUTER_FILE, open_held_out
 
@@ -50,11 +50,10 @@ def run_parameters(
                     field,
                 )
         return store_parameters(str(source))
-    config = read_config(Path(source))
+    config = read_config(run_directory(source))
     check_sizes(config, here=True)
     model = config.model.build(seed=config.seed)
-    replicas = range(config.num_local_replicas)
-    exported, outer = Path(source, OUTER_FILE), _OWN if config.method == "data_parallel" else _OUTER
+    exported, outer = config.directory / OUTER_FILE, _OWN if config.method == "data_parallel" else _OUTER
     if parameters == "outer" and exported.exists() and at_step is None:
         theta = _as_saved(config, model, outer)
         try:
@@ -65,18 +64,36 @@ def run_parameters(
             ) from error
         model.load_state_dict(theta)
         return model, config.num_steps
-    if parameters == "outer":  # all replicas have the same
-        holder = next((m for m in replicas if finished_steps(config.checkpoints, m)), 0)
-        step = _held_step(config, range(holder, holder + 1), at_step)
-        model.load_state_dict(_read(config, model, holder, step, outer))
+    holders = _holders(config, parameters)
+    step = _held_step(config, holders, at_step)
+    if parameters == "outer":
+        model.load_state_dict(_read(config, model, holders[0], step, outer))
         return model, step
-    averaged = replicas if parameters == "average" else replicas[:1]
-    step = _held_step(config, averaged, at_step)
-    thetas = [_read(config, model, replica, step, _OWN) for replica in averaged]
+    thetas = [_read(config, model, replica, step, _OWN) for replica in holders]
     model.load_state_dict(
         {name: torch.stack([theta[name].float() for theta in thetas]).mean(0) for name in thetas[0]}
     )
     return model, step
+
+
+def newest_step(source: Path | str, parameters: Parameters) -> int | None:
+    """The step of the parameters that `run_parameters` reads from a directory now; None before a checkpoint.
+
+    Raises:
+        UserError: if there is no run.
+    """
+    config = read_config(run_directory(source))
+    if parameters == "outer" and (config.directory / OUTER_FILE).exists():
+        return config.num_steps
+    held = (finished_steps(config.checkpoints, replica) for replica in _holders(config, parameters))
+    return max(set.intersection(*map(set, held)), default=None)
+
+
+def _holders(config: TrainConfig, parameters: Parameters) -> range:
+    """The replicas whose checkpoints are read; all have the same outer parameters."""
+    replicas = range(config.num_local_replicas)
+    first = next((m for m in replicas if finished_steps(config.checkpoints, m)), 0) if parameters == "outer" else 0
+    return replicas if parameters == "average" else range(first, first + 1)
 
 
 _OWN, _OUTER = ("model",), ("sync", "outer")
@@ -134,43 +151,62 @@ def finished_config(source: Path | str, prepared: Path | None) -> TrainConfig:
     """
     if is_store(str(source)):
         return store_config(str(source), prepared)
-    config = read_config(Path(source))
+    config = read_config(run_directory(source))
     if prepared is not None:
         config = replace(config, data=replace(config.data, prepared=prepared))
     check_text(config.directory, config.data.prepared, field="prepared")
     return config
 
 
-def load_writer(
-    source: Path | str,
-    *,
-    parameters: Parameters = "outer",
-    prepared: Path | None = None,
-    device: str = "auto",
-    **sampling: Any,
-) -> tuple[Writer, Tokenizer]:
-    """A run's model, ready to write text, and its tokenizer; it has read BOS, as at the beginning of a document.
+@dataclass(frozen=True, kw_only=True)
+class RunModel:
+    """A run's model, ready to write text."""
+
+    model: LanguageModel
+    """On its device."""
+    step: int
+    """The step that its parameters are from."""
+    tokenizer: Tokenizer
+    context: int
+    """Tokens of a sequence of the run's training."""
+    device: torch.device
+
+    def writer(self, **sampling: Any) -> Writer:
+        """A writer that has read BOS, as at the beginning of a document.
+
+        Args:
+            sampling: temperature, top_k and seed, as `Writer` takes them.
+
+        Raises:
+            UserError: for a value that `Writer` refuses.
+        """
+        size = self.tokenizer.vocab_size
+        writer = Writer(self.model, context=self.context, device=self.device, vocab_size=size, **sampling)
+        writer.read([self.tokenizer.bos_id])
+        return writer
+
+
+def load_model(
+    source: Path | str, *, parameters: Parameters = "outer", prepared: Path | None = None, device: str = "auto"
+) -> RunModel:
+    """A run's model and its tokenizer.
 
     Args:
         source: as in `run_parameters`.
         parameters: which of its parameters, as in `run_parameters`.
         prepared: as in `finished_config`.
         device: auto, cpu or cuda.
-        sampling: temperature, top_k and seed, as `Writer` takes them.
 
     Raises:
-        UserError: if there is no run or no data, and for a value that `Writer` refuses.
+        UserError: if there is no run or no data.
         CheckpointError: as `run_parameters`.
     """
     config = finished_config(source, prepared)
     assert config.data.prepared is not None, "a run's config is resolved"
     tokenizer = load_tokenizer(config.data.prepared)
-    model, _ = run_parameters(source, parameters)
-    place, length = _place(device), config.sequence_length
-    model.to(place)
-    writer = Writer(model, context=length, device=place, vocab_size=tokenizer.vocab_size, **sampling)
-    writer.read([tokenizer.bos_id])
-    return writer, tokenizer
+    (model, step), place = run_parameters(source, parameters), _place(device)
+    context = config.sequence_length
+    return RunModel(model=model.to(place), step=step, tokenizer=tokenizer, context=context, device=place)
 
 
 def _place(device: str) -> torch.device:

@@ -12,19 +12,18 @@ import torch
 from torch import Tensor
 
 from diloco.data.shards import TokenShards, open_split
-from diloco.data.tokenizers import Tokenizer, load_tokenizer
 from diloco.engine.parameters import gathered
 from diloco.errors import UserError
 from diloco.evaluation.likelihoods import HeldOutLoss, held_out_loss, sequence_losses
 from diloco.exchange.transport import share
 from diloco.files import write_atomically, write_json
 from diloco.models.language_model import LanguageModel
-from diloco.models.writer import Writer, generate
 from diloco.outer.digest import parameters_hash
 from diloco.schema import Count, Seconds
 from diloco.training.config.config import TrainConfig, to_json
 from diloco.training.data_parallel import ring_all_reduce_bytes
-from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
+from diloco.training.hardware import machine_name, model_flops_utilization, peak_memory_bytes
+from diloco.training.records.samples import Sample, write_samples
 from diloco.training.state import TrainState
 from diloco.training.world import World
 
@@ -66,7 +65,7 @@ def contributors(state: "RunState") -> dict[str, Contributor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The content of `summary.json`; times are those of replica 0."""
+    """The content of `summary.json`; times are those of replica 0, losses and utilization of all replicas."""
 
     num_params: Count
     """Parameters of the model."""
@@ -80,6 +79,8 @@ class Summary:
     """Standard error of that loss over sequences; None for a single one."""
     eval_bits_per_byte: float
     """The loss in bits a byte of text."""
+    training_loss: float | None = None
+    """Training loss: the mean of the last 5 % of steps, and of the replicas; None if no metrics are left."""
     bytes_sent_per_replica: Count
     """Payload bytes that replica 0 sent, each destination counted."""
     data_parallel_bytes_per_replica: Count
@@ -101,7 +102,7 @@ class Summary:
     wall_seconds: Seconds = 0.0
     """Time of all steps."""
     compute_utilization: float = 1.0
-    """The share of that time in which training did not wait for other replicas."""
+    """The share of the time of all steps in which training did not wait for other replicas, their mean."""
     tokens_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Tokens a second of all replicas, at the pace of replica 0."""
     model_flops_utilization: float | None = None
@@ -110,6 +111,8 @@ class Summary:
     """The most memory that tensors of a process took on its GPU."""
     device: str = ""
     """Device on which the replicas computed."""
+    machine: str = ""
+    """The name of replica 0's GPU or processor."""
     precision: str = ""
     """bf16, bf16-params or fp32."""
     contributors: Mapping[str, Contributor] = field(default_factory=dict)
@@ -125,9 +128,9 @@ class Outcome:
     """The results of a run."""
 
     summary: dict[str, Any]
-    """The content of `summary.json`; times are those of replica 0."""
-    sample: str
-    """Text sampled from the model with the outer parameters."""
+    """The content of replica 0's `summary.json`; in another replica with its own times and bytes."""
+    samples: Sequence[Sample]
+    """The text that the model writes with the outer parameters; none in another replica."""
 
 
 @dataclass(frozen=True)
@@ -195,12 +198,19 @@ def evaluate(state: TrainState, world: World, held_out: HeldOut, *, together: bo
     return held_out.mean(losses)
 
 
-def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss) -> Outcome | None:
-    """Write the outer parameters and the summary of a run that is over, in the first process of replica 0.
+def conclude(
+    state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss, means: Mapping[str, float]
+) -> Outcome | None:
+    """The outcome of a run that is over, in the first process of each replica; all of its processes must call it.
 
-    All processes of replica 0 must call it, and no other.
+    Replica 0 writes the outer parameters, the summary and the samples; the others' outcomes have no samples. The
+    means over all replicas are a part of the summary.
     """
     num_tokens = state.progress.after(state.step).tokens
+    if world.replica > 0:
+        outer_hash = parameters_hash(state.sync.outer_parameters(), gathered)
+        summary = _summary(state, config, world, loss, num_tokens) | {**means, "outer_hash": outer_hash}
+        return Outcome(summary, []) if world.rank == 0 else None
     outer: dict[str, Tensor] = {}
     for name, parameter in state.sync.outer_parameters().items():
         value = gathered(parameter).contiguous().cpu()
@@ -210,14 +220,13 @@ def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOut
         return None
     exported = safetensors.torch.save(outer, metadata={"model": json.dumps(to_json(config.model))})
     write_atomically(config.directory / OUTER_FILE, [exported])
-    summary = _summary(state, config, world, loss, num_tokens) | {"outer_hash": parameters_hash(outer)}
+    summary = _summary(state, config, world, loss, num_tokens)
+    summary |= {**means, "outer_hash": parameters_hash(outer)}
     write_json(config.directory / SUMMARY_FILE, summary)
     # A model that is sharded may fit on no device whole.
     model = state.model if world.mesh is None else config.model.build(seed=config.seed)
     model.load_state_dict(outer)
-    assert config.data.prepared is not None, "the config is resolved"
-    tokenizer = load_tokenizer(config.data.prepared)
-    return Outcome(summary, _sample(model, tokenizer, context=config.sequence_length, seed=config.seed))
+    return Outcome(summary, write_samples(model, config))
 
 
 def _summary(
@@ -247,10 +256,10 @@ def _summary(
         "tokens_per_second": num_replicas * replica_tokens * state.step / state.seconds,
         "model_flops_utilization": utilization,
         "peak_memory_bytes": peak_memory_bytes(world.device),
-        "compute_utilization": 1 - state.blocked_seconds / state.seconds,
         "bytes_sent_per_replica": state.sync.bytes_sent,
         "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_trained, num_replicas) * state.step,
         "device": world.device.type,
+        "machine": machine_name(world.device),
         "precision": "bf16" if world.autocast else "fp32" if config.precision == "auto" else config.precision,
     } | ({} if rendezvous is None else _of_the_log(rendezvous, counted))
 
@@ -262,10 +271,3 @@ def _of_the_log(rendezvous: "StoreRendezvous", counted: Mapping[str, Contributor
         "entry": rendezvous.entry,
         "closed": rendezvous.is_closed,
     }
-
-
-def _sample(model: LanguageModel, tokenizer: Tokenizer, *, context: int, seed: int, num_tokens: int = 200) -> str:
-    device = next(model.parameters()).device
-    writer = Writer(model, context=context, device=device, vocab_size=tokenizer.vocab_size, seed=seed)
-    writer.read([tokenizer.bos_id])
-    return tokenizer.decode([*generate(writer, num_tokens)])

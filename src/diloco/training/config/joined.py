@@ -1,0 +1,109 @@
+"""The config of a store's run, from the facts of entry 0, which others wrote: checked as a file is. No torch."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import FileError, UserError
+from diloco.training.config.config import TrainConfig, from_json, is_within
+from diloco.training.config.resolve import DATA_DIGEST, names_with_rendezvous, text_facts
+
+_FIELDS = {field.name for field in fields(TrainConfig)}
+
+
+def facts_of(url: str) -> Mapping[str, Any]:
+    """The facts of a store's entry 0.
+
+    Raises:
+        UserError: if it holds no run.
+        FileError: if the entry is damaged.
+        StoreError: if the store can't be read.
+    """
+    from diloco.rendezvous.log.log import first_entry, open_run  # with its library, which no fixed group needs
+
+    return asyncio.run(first_entry(open_run(url)))[0].facts
+
+
+def check_text(facts: Mapping[str, Any], prepared: Path) -> None:
+    """Refuse a text that is not the run's.
+
+    Raises:
+        UserError: with both digests.
+    """
+    digest, own = str(facts.get(DATA_DIGEST)), text_facts(prepared).digest
+    if digest != own:
+        raise UserError(f"{prepared} holds another text than the run's, digest {own:.16} and not {digest:.16}")
+
+
+def config_of(facts: Mapping[str, Any]) -> TrainConfig | None:
+    """The trainer's config that the facts of entry 0 hold by dotted names; None for the run of another program.
+
+    Raises:
+        FileError: if it is not a config.
+    """
+    values: dict[str, Any] = {}
+    for dotted, value in facts.items():
+        *sections, name = dotted.split(".")
+        if (sections or [name])[0] in _FIELDS:
+            inner = values
+            for section in sections:
+                inner = inner.setdefault(section, {})
+                if not isinstance(inner, dict):
+                    raise FileError(f"entry 0 of the log can't be read: {dotted:.80} is a field of what has none")
+            inner[name] = value
+    if "model" not in values:
+        return None
+    # Each replica has a batch of its own, which the log does not know: any share of the run's is sound.
+    own = {"rendezvous": "the store", "replica_batch": 1}
+    config = from_json(TrainConfig, own | values, source="entry 0 of the log")
+    if not config.model.vocab_size:
+        raise FileError("entry 0 of the log can't be read: its model has no vocab_size")
+    return config
+
+
+def known(url: str, config: TrainConfig | None) -> TrainConfig:
+    """The config of a store's run.
+
+    Raises:
+        UserError: if it is None: the run is another program's.
+    """
+    if config is None:
+        raise UserError(
+            f"{url}: the run is a program's own, and does not describe its model: replay it in that program with "
+            "diloco.rendezvous.replay.replayed(url, initial=…)",
+            "run",
+        )
+    return config
+
+
+def joined_config(url: str, *, names_model: bool) -> TrainConfig:
+    """The config with which a replica joins a store's run; what is each replica's own has its default value.
+
+    Nothing that the log says names a file of this machine, or one to download.
+
+    Args:
+        url: of the store.
+        names_model: True if this replica names its model of transformers itself.
+
+    Raises:
+        UserError: if there is no run, it is another program's, or its model is to be named.
+        FileError: if its entry 0 is damaged.
+        StoreError: if the store can't be read.
+    """
+    try:
+        facts = facts_of(url)
+    except UserError as error:
+        raise UserError(
+            f"rendezvous={url}: {error}; to create a run there, name a recipe before the flags", "rendezvous"
+        ) from None
+    shared = {name: value for name, value in facts.items() if not is_within(name, names_with_rendezvous())}
+    config = known(url, config_of(shared))
+    if config.model.replayed_fields and not names_model:
+        raise UserError(
+            f"the run in rendezvous={url} trains a model of transformers: name the same by model.hf",
+            *("model.hf", "rendezvous"),
+        )
+    share, rest = divmod(config.global_batch, config.num_replicas)
+    return replace(config, rendezvous=url, replica_batch=max(share, 1) if rest else None)

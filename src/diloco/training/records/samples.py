@@ -1,0 +1,67 @@
+"""Samples of a finished run: what its model writes after prompts that fit its text."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+
+from diloco.data.shards import read_index
+from diloco.data.tokenizers import Tokenizer, load_tokenizer, text_pieces
+from diloco.files import write_json
+from diloco.models.language_model import LanguageModel
+from diloco.models.writer import Writer, generate
+from diloco.training.config.config import TrainConfig
+
+SAMPLES_FILE = "samples.json"
+"""The file of a finished run's samples: a list of objects with `prompt` and `text`."""
+_NUM_TOKENS, _TEMPERATURE = 160, 0.8
+_SECONDS = 30.0
+"""The most that all samples take: a model that was sharded writes on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A prompt, and what the model wrote after it."""
+
+    prompt: str
+    """The text that the model read; empty for the beginning of a document."""
+    text: str
+    """The text that it wrote."""
+
+
+def prompts_for(sources: Sequence[str]) -> list[str]:
+    """Three prompts that fit the text of some sources."""
+    return ["import os\n", "class Queue", "def read("] if list(sources) == ["stdlib"] else [""] * 3
+
+
+def write_samples(model: LanguageModel, config: TrainConfig) -> list[Sample]:
+    """Three samples of a run's model, written into the run's directory.
+
+    Args:
+        model: with the outer parameters, on its device.
+        config: the run's, resolved.
+    """
+    assert config.data.prepared is not None, "the config is resolved"
+    tokenizer, until = load_tokenizer(config.data.prepared), time.monotonic() + _SECONDS
+    prompts = prompts_for(read_index(config.data.prepared).settings.train)
+    samples = [_sample(model, tokenizer, config, *one, until) for one in enumerate(prompts)]
+    write_json(config.directory / SAMPLES_FILE, [asdict(sample) for sample in samples])
+    return samples
+
+
+def _sample(
+    model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, number: int, prompt: str, until: float
+) -> Sample:
+    writer = Writer(
+        model,
+        context=config.sequence_length,
+        device=next(model.parameters()).device,
+        vocab_size=tokenizer.vocab_size,
+        temperature=_TEMPERATURE,
+        seed=config.seed + number,
+    )
+    read = tokenizer.encode([prompt])[0].tolist()
+    writer.read([tokenizer.bos_id, *read])
+    ids = generate(writer, _NUM_TOKENS, stop=tokenizer.bos_id)
+    in_time = takewhile(lambda _: time.monotonic() < until, ids)
+    return Sample(prompt=prompt, text="".join(text_pieces(tokenizer, in_time, after=read)))

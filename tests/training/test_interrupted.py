@@ -1,0 +1,314 @@
+"""Signals: all replicas save the same step, and the run that goes on from there ends with the same bits."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.run as launcher
+from tests.ports import free_port
+from tests.processes import Program, program, run_replicas
+from tests.training.runs import (
+    BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT,
+    TIMEOUT_SECONDS,
+    command,
+    lines,
+    run,
+    started,
+    summary,
+)
+from tests.training.test_loop import replicas
+from tests.training.test_rendezvous import bodies
+
+from diloco.errors import ExchangeError, Stopped
+from diloco.models.decoder_config import DecoderConfig
+from diloco.rendezvous.log.entries import Leave
+from diloco.training import stopping
+from diloco.training.config.config import CheckpointConfig, DilocoConfig, EvaluationConfig, TrainConfig
+from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import resolved
+from diloco.training.loop import train
+from diloco.training.prepare import prepare_run
+from diloco.training.processes import STORE
+from diloco.training.records.checkpoints import finished_steps
+
+STEPS = 40
+NUM_MOMENTS = int(os.environ.get("NUM_MOMENTS", "2"))
+"""Random moments at which a run is stopped; the first ones of the same row each time."""
+
+
+@pytest.fixture(scope="module")
+def config(small_corpus, tmp_path_factory) -> TrainConfig:
+    """A run of milliseconds per step, which saves nothing by itself before its end."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    asked = replace(
+        recipe("tiny"),
+        name="whole",
+        runs=folder / "runs",
+        num_tokens=STEPS * 8 * 32,
+        sequence_length=32,
+        model=DecoderConfig(num_layers=2, num_heads=2, width=16),
+        diloco=DilocoConfig(sync_every=6, layers_per_fragment=1, overlap_steps=(2, 4)),
+        checkpoint=CheckpointConfig(every_steps=1000),
+        evaluation=EvaluationConfig(num_tokens=512),
+        precision="fp32",
+        trackers=(),
+        timeout_seconds=30.0,
+    )
+    data = replace(asked.data, train=(str(small_corpus),), held_out_fraction=0.1, cache=folder / "data")
+    return resolved(prepare_run(replace(asked, data=data)))
+
+
+def be_process(config: TrainConfig, meeting: str) -> int:
+    """Be one of the processes of a run, which meet at a file; returns its number."""
+    rank = os.environ["DILOCO_REPLICA"]
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(config.num_processes)}
+    os.environ[STORE] = str(config.runs / f"meeting-{meeting}")
+    return int(rank)
+
+
+def stop_and_go_on(config: TrainConfig, stopped_rank: int, at_step: int) -> tuple[str, int, list[Any]]:
+    """A run of which one process hears SIGTERM, and which goes on; its end, and its hash beside a whole run's."""
+    rank, sentence, exit_code = be_process(config, "whole"), "", 0
+
+    def hear(metrics) -> None:
+        if rank == stopped_rank and metrics.step == at_step:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)  # by way of a launcher, too
+        time.sleep(0.02 * (rank == 0))  # so that the others are ahead
+
+    outcomes = [train(config)]
+    stopped = replace(config, name="stopped")
+    be_process(config, "stopped")
+    try:
+        train(stopped, on_step=hear)
+    except Stopped as error:
+        sentence, exit_code = str(error), error.exit_code
+    be_process(config, "again")
+    outcomes.append(train(stopped, resume=True))
+    return sentence, exit_code, [outcome and outcome.summary["outer_hash"] for outcome in outcomes]
+
+
+@pytest.mark.parametrize(
+    ("changes", "stopped_rank"),
+    [
+        ({"num_replicas": 1, "diloco": {"overlap_steps": (2,)}}, 0),
+        ({}, 1),
+        pytest.param({"method": "data_parallel"}, 1, marks=pytest.mark.slow),
+        pytest.param({"shards_per_replica": 2}, 3, marks=pytest.mark.slow),
+        pytest.param(
+            {"ddp_per_replica": 2, "diloco": {"combine": "reduce_scatter:bf16"}}, 2, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["alone", "streaming", "data_parallel", "shards", "ddp"],
+)
+def test_one_process_is_told_and_all_save_the_same_step(config, tmp_path, changes, stopped_rank):
+    changes = {**changes, "diloco": replace(config.diloco, **changes.get("diloco", {}))}
+    run = resolved(replace(config, runs=tmp_path, micro_batch=None, **changes))
+    imports = ("torch._dynamo", "torch.distributed.fsdp") if run.num_processes > 2 else ()
+    everyones = run_replicas(
+        stop_and_go_on, run.num_processes, run, stopped_rank, 9, joined=False, imports=imports
+    )
+    (held,) = {tuple(finished_steps(run.runs / "stopped" / "checkpoints", m)) for m in range(run.num_replicas)}
+    step, last = held
+    assert 9 <= step < STEPS == last
+    whose = f"step {step} is saved" if run.num_replicas == 1 else f"every replica has saved step {step}"
+    assert {(sentence, code) for sentence, code, _ in everyones} == {(f"stopped by SIGTERM: {whose}", 143)}
+    hashes = everyones[0][2]
+    assert hashes[0] and hashes[0] == hashes[1]
+    for replica in range(run.num_replicas):
+        whole, resumed = (lines(tmp_path / name, replica) for name in ("whole", "stopped"))
+        assert [(line["step"], line["loss"]) for line in whole] == [
+            (line["step"], line["loss"]) for line in resumed
+        ]
+
+
+def losses(run: Path, replica: int) -> list[tuple[int, float, float | None]]:
+    return [(line["step"], line["loss"], line.get("mean_loss")) for line in lines(run, replica)]
+
+
+def stop_beside_one_that_stands_still(config: TrainConfig) -> str:
+    """Replica 1 is stopped like a machine that hangs, and replica 0 hears a signal."""
+    rank, pid = be_process(config, "meeting"), config.runs / "pid"
+    stopping._SECONDS_TO_ANSWER = 1.0
+    if rank == 1:
+        pid.write_text(str(os.getpid()))
+
+    def hear(metrics) -> None:
+        if rank == 0 and metrics.step == 9:
+            os.kill(int(pid.read_text()), signal.SIGSTOP)
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        train(config, on_step=hear)
+    except (Stopped, ExchangeError) as error:
+        return str(error)
+    finally:
+        if rank == 0:
+            os.kill(int(pid.read_text()), signal.SIGCONT)
+    return "not stopped"
+
+
+@pytest.mark.slow
+def test_a_replica_that_does_not_answer_is_named_within_the_bound(config, tmp_path):
+    begin = time.monotonic()
+    first, _ = run_replicas(stop_beside_one_that_stands_still, 2, replace(config, runs=tmp_path), joined=False)
+    expected = "stopped by SIGINT: this step is not saved by every replica: replica 1 did not answer within 1 s"
+    assert first == expected and time.monotonic() - begin < 20
+
+
+def wait_for(condition, process: Program) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while process.process.exitcode is None and not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def num_lines(directory: Path) -> int:
+    metrics = directory / "metrics-0.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def stop_by_terminal(process: Program) -> int:
+    os.killpg(process.pid, signal.SIGINT)
+    return signal.SIGINT
+
+
+def stop_the_first_process(process: Program) -> int:
+    os.kill(process.pid, signal.SIGTERM)
+    return signal.SIGTERM
+
+
+def preempt(process: Program) -> int:
+    os.killpg(process.pid, signal.SIGUSR1)
+    return signal.SIGUSR1
+
+
+FLAGS = ["--num-tokens", "61440", *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT, "--evaluation.every-steps", "60"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", range(NUM_MOMENTS))
+def test_a_run_stopped_at_any_moment_goes_on_bit_for_bit(folder, streaming, moment):
+    """While it starts, in its first steps, later, as it saves, and near its end."""
+    draw = random.Random(moment)
+    stop = (stop_by_terminal, stop_the_first_process, preempt)[moment % 3]
+    step = (draw.randint(1, 118), 0, draw.randint(1, 3), draw.randint(114, 120))[moment % 4]
+    every, seconds = draw.choice(("1", "7", "1000")), draw.uniform(0, 0.03)
+    directory = folder / "runs" / f"moment-{moment}"
+    flags = [*FLAGS, "--log-layer-cosine", "--checkpoint.every-steps", every]
+    with started(folder, "--name", directory.name, *flags) as process:
+        if step:
+            wait_for(lambda: num_lines(directory) >= step, process)
+        else:
+            process.wait_for_lines(1)
+        time.sleep(seconds)
+        number = stop(process) if process.process.exitcode is None else 0
+        done = process.wait(TIMEOUT_SECONDS)
+    at = num_lines(directory)
+    print(f"moment {moment}: {stop.__name__} {at} steps, saved every {every}: {done.stderr}", end="")  # noqa: T201
+    assert done.returncode or step > 100, "it was stopped, but near its end"
+    if done.returncode:
+        assert done.returncode == 128 + number and done.stderr.count("\n") == 1, done.stderr
+        if saved := re.search(r"every replica has saved step (\d+); go on from step (\d+) with: ", done.stderr):
+            assert saved[1] == saved[2] and at == int(saved[1]) >= step
+        else:
+            assert at in (0, 120) and "saved step" not in done.stderr, done.stderr
+    is_claimed = (directory / "config.json").exists()
+    again = ["--resume", str(directory)] if is_claimed else ["--name", directory.name, *flags]
+    done = run(folder, *again) if not (directory / "summary.json").exists() else done
+    assert done.returncode == 0, done.stderr
+    for name in ("outer_hash", "eval_loss", "bytes_sent_per_replica"):
+        assert summary(directory)[name] == summary(streaming)[name]
+    for replica in (0, 1):
+        assert losses(directory, replica) == losses(streaming, replica)
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_run_at_once(folder):
+    directory = folder / "runs" / "twice"
+    with started(folder, "--name", "twice", "--num-tokens", "10M", "--checkpoint.every-steps", "5") as process:
+        wait_for(lambda: all(finished_steps(directory / "checkpoints", replica) for replica in (0, 1)), process)
+        os.kill(max(replicas(process.pid)), signal.SIGSTOP)  # the others wait for its answer
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(1.5)
+        assert process.process.exitcode is None
+        os.killpg(process.pid, signal.SIGINT)
+        begin = time.monotonic()
+        done = process.wait(10)
+    assert time.monotonic() - begin < 5 and done.returncode == 130
+    newest = min(finished_steps(directory / "checkpoints", replica)[-1] for replica in (0, 1))
+    end = rf"diloco: stopped at once by a second signal; go on from step {newest} with: diloco train .*\n"
+    assert re.fullmatch(end, done.stderr), done.stderr
+
+
+@pytest.mark.slow
+def test_one_of_two_machines_is_told_and_both_keep_the_work(folder, streaming):
+    machines = [folder / f"stopped-{m}" for m in (0, 1)]
+    for machine in machines:
+        machine.mkdir()
+        shutil.copy(folder / "text.jsonl", machine)
+
+    def both(*flags: str, stopped_rank: int | None = None) -> list[Any]:
+        address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+
+        def torchrun(rank: int) -> Any:
+            arguments = ["--nnodes", "2", "--nproc-per-node", "1", *address, "--node-rank", str(rank)]
+            arguments += ["-m", *command(*flags)[2:]]
+            with program(launcher.main, arguments, folder=machines[rank], GLOO_SOCKET_IFNAME="lo") as process:
+                if rank == stopped_rank:
+                    wait_for(lambda: num_lines(machines[0] / "runs" / "far") >= 50, process)
+                    os.kill(process.pid, signal.SIGTERM)
+                return process.wait(TIMEOUT_SECONDS)
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(torchrun, (0, 1)))
+
+    first, second = both("--name", "far", *FLAGS, stopped_rank=1)
+    steps = [finished_steps(machine / "runs" / "far" / "checkpoints", m) for m, machine in enumerate(machines)]
+    assert first.returncode and second.returncode and steps[0][-1] == steps[1][-1] > 50
+    saved = rf"every replica has saved step {steps[0][-1]}; go on from step {steps[0][-1]} with: torchrun .*"
+    assert re.search(rf"diloco: stopped by SIGTERM: {saved} --node-rank 1 ", second.stderr), second.stderr
+    assert re.search(rf"diloco: stopped by SIGTERM at replica 1: {saved} --node-rank 0 ", first.stderr), (
+        first.stderr
+    )
+    for done in both("--resume", "runs/far"):
+        assert done.returncode == 0, done.stderr
+    assert summary(machines[0] / "runs" / "far")["outer_hash"] == summary(streaming)["outer_hash"]
+
+
+def stop_shards_in_a_store(config: TrainConfig) -> str:
+    """Two shards of one replica: the one that has not joined the store hears a signal; then they go on."""
+    rank = be_process(config, "stopped")
+
+    def hear(metrics) -> None:
+        if rank == 1 and metrics.step == 9:
+            signal.raise_signal(signal.SIGTERM)
+
+    try:
+        train(config, on_step=hear)
+    except Stopped as error:
+        be_process(config, "again")
+        train(config, resume=True)
+        return str(error)
+    return "not stopped"
+
+
+@pytest.mark.slow
+def test_the_shards_of_a_replica_in_a_store_save_one_step_and_leave(config, tmp_path):
+    store = str(tmp_path / "store")
+    diloco = replace(config.diloco, overlap_steps=2)
+    changes = {"runs": tmp_path, "rendezvous": store, "micro_batch": None, "diloco": diloco}
+    run = resolved(replace(config, num_replicas=1, shards_per_replica=2, **changes))
+    (sentence,) = {*run_replicas(stop_shards_in_a_store, 2, run, joined=False)}
+    step, _ = finished_steps(run.checkpoints, 0)
+    assert sentence == f"stopped by SIGTERM: step {step} is saved" and step >= 9
+    assert [leave.finished for leave in bodies(store, Leave)] == [False, True]
+    assert [line["step"] for line in lines(run.directory, 0)][: step + 1] == [*range(1, step + 2)]
