@@ -122,7 +122,14 @@ VERDICTS = {
     ),
     "single_replica": ("within the band", "above the band"),
     "evaluated_parameters": tuple(
-        ", ".join(f"{answer} at {rate}" for rate in ("5%", "30%", "100%")) for answer in ("agrees", "disagrees")
+        "; ".join(
+            f"{name}: {answer}"
+            for name in (
+                *(f"at the end with {rate} of the learning rate" for rate in ("5%", "30%", "100%")),
+                "halfway",
+            )
+        )
+        for answer in ("agrees", "disagrees")
     ),
 }
 

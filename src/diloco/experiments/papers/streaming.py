@@ -543,37 +543,30 @@ _END_RATES = (0.05, 0.3, 1.0)
 
 def evaluated_parameters(tier: Tier) -> Experiment:
     """Losses of the outer parameters, a replica's own, and the average, at the end and halfway (Table 4)."""
-    ends = list(itertools.product((2, 4), (tier.sync_every, 100), _END_RATES))
+    settings = [(*end, "end") for end in itertools.product((2, 4), (tier.sync_every, 100), _END_RATES)]
+    settings += [(replicas, tier.sync_every, _END_RATES[0], "half") for replicas in (2, 4)]
 
     def runs() -> Iterator[LabelledRun]:
-        for replicas, period, end_rate in ends:
+        for replicas, period, end_rate, at in settings:
             config = tier.run(num_replicas=replicas, sync_every=period)
-            optimizer = replace(config.optimizer, final_fraction=end_rate)
-            labels = {"replicas": replicas, "H": period, "end_rate": end_rate}
-            yield LabelledRun({**labels, "at": "end"}, replace(config, optimizer=optimizer))
-        for replicas in (2, 4):
-            config = tier.run(num_replicas=replicas)
-            half = config.num_steps // 2
-            config = replace(config, checkpoint=replace(config.checkpoint, every_steps=half))
-            labels = {"replicas": replicas, "H": tier.sync_every, "end_rate": _END_RATES[0]}
-            yield LabelledRun({**labels, "at": "half"}, config, half)
+            config = replace(config, optimizer=replace(config.optimizer, final_fraction=end_rate))
+            at_step = config.num_steps // 2 if at == "half" else None
+            if at_step is not None:
+                config = replace(config, checkpoint=replace(config.checkpoint, every_steps=at_step))
+            labels = {"replicas": replicas, "H": period, "end_rate": end_rate, "at": at}
+            yield LabelledRun(labels, config, at_step)
 
     def finding(rows: Sequence[Row]) -> Finding:
-        listed, by_rate = [], {}
-        for replicas, period, end_rate in ends:
-            labels = {"replicas": replicas, "H": period, "end_rate": end_rate, "at": "end"}
-            over = {
-                name: _over_outer(chosen(rows, **labels), name) for name in ("replica_average", "first_replica")
-            }
-            by_rate.setdefault(end_rate, []).extend(gap.rises() for gap in over.values())
-            average, first = over.values()
-            listed.append(
-                f"M = {replicas}, H = {period}, {end_rate:.0%}: average {average}, first replica {first}"
-            )
-        verdicts = (f"{all_of(*verdicts)} at {end_rate:.0%}" for end_rate, verdicts in by_rate.items())
-        return Finding(
-            f"over the outer parameters, by the learning rate's end: {'; '.join(listed)}", ", ".join(verdicts)
-        )
+        listed: list[str] = []
+        verdicts: dict[str, list[str]] = {}
+        for replicas, period, end_rate, at in settings:
+            chosen_rows = chosen(rows, replicas=replicas, H=period, end_rate=end_rate, at=at)
+            average, first = (_over_outer(chosen_rows, name) for name in ("replica_average", "first_replica"))
+            name = "halfway" if at == "half" else f"at the end with {end_rate:.0%} of the learning rate"
+            verdicts.setdefault(name, []).extend(gap.rises() for gap in (average, first))
+            listed.append(f"M = {replicas}, H = {period}, {name}: average {average}, first replica {first}")
+        verdict = "; ".join(f"{name}: {all_of(*of_one)}" for name, of_one in verdicts.items())
+        return Finding(f"over the outer parameters: {'; '.join(listed)}", verdict)
 
     return Experiment(
         name="evaluated_parameters",
