@@ -7,9 +7,10 @@ import pytest
 import torch
 from tests.rendezvous.handwritten import Handwritten
 
-from diloco.errors import UserError
+from diloco.errors import FileError, UserError
 from diloco.schema import flat
-from diloco.training.config.config import to_json
+from diloco.training.config import joined
+from diloco.training.config.config import TrainConfig, to_json
 from diloco.training.config.joined import config_of
 from diloco.training.config.recipes import tiny
 from diloco.training.config.resolve import DATA_DIGEST, facts_with_rendezvous, resolve, text_facts
@@ -62,6 +63,34 @@ def test_a_batch_of_which_each_replica_takes_a_share_of_its_own_need_be_no_multi
     facts = facts_with_rendezvous(resolve(asked, vocab_size=257, prepared=tmp_path))
     config = config_of(json.loads(json.dumps(facts)))
     assert config is not None and {name: getattr(config, name) for name in batch} == batch
+
+
+FOREIGN = {
+    **{
+        "name": "../evil",
+        "runs": "/",
+        "recipe": "laptop",
+        "device": "cuda",
+        "compile": True,
+        "prometheus_port": 80,
+    },
+    **{"trackers": ["wandb"], "data.train": ["/etc/passwd"], "data.prepared": "/", "data": {"cache": "/"}},
+    **{"elastic.num_shares": 3, "checkpoint.every_steps": 0, "shards_per_replica": 4, "timeout_seconds": 9},
+}
+
+
+def test_a_replica_that_joins_takes_nothing_that_is_its_own_from_the_log(tmp_path, monkeypatch):
+    asked = replace(tiny(), num_replicas=1, rendezvous="store", seed=9)
+    facts = json.loads(json.dumps(facts_with_rendezvous(resolve(asked, vocab_size=257, prepared=tmp_path))))
+
+    def joined_by(more: dict[str, object]) -> TrainConfig:
+        monkeypatch.setattr(joined, "facts_of", lambda _: facts | more)
+        return joined.joined_config("store", names_model=False)
+
+    config = joined_by(FOREIGN)
+    assert config == joined_by({}) and config.seed == 9 and not config.name
+    with pytest.raises(FileError, match="checkpoint is a section, and no value"):
+        joined_by({"checkpoint": {"every_steps": 0}})
 
 
 def test_text_that_is_not_the_runs_is_refused(run, finished_run, tmp_path) -> None:
