@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 
 # Before anything starts threads: a core for each test process, and each replica that it starts.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -91,10 +92,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(autouse=True, scope="module")
 def no_replica_outlives_its_module() -> Iterator[None]:
-    """A replica that a test leaves in a run would ask its store for news, until the process ends."""
+    """A replica that a test leaves would ask its store for news, and its engine warn, until the process ends."""
     yield
     for background in list(backgrounds()):
         background.stop()
+    if streaming := sys.modules.get("diloco.engine.streaming"):
+        for engine in [*streaming._WATCHED]:
+            streaming.see_to_its_end(engine)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+from diloco.errors import nearest
+
 
 def names_of_stub(module: str, file: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
     """The `__all__`, `__getattr__` and `__dir__` of a module: the names that the stub beside its file imports."""
@@ -21,7 +23,7 @@ def names_of_stub(module: str, file: str) -> tuple[list[str], Callable[[str], ob
 
     def load(name: str) -> object:
         if name not in modules:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            raise AttributeError(f"module {module!r} has no attribute {name!r}{nearest(name, modules)}")
         return getattr(import_module(modules[name]), name)
 
     return [*modules], load, lambda: [*modules]

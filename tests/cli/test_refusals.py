@@ -13,7 +13,7 @@ from tests.cli.commands import refusal
 from tests.processes import run_main
 from tests.rendezvous.handwritten import Handwritten
 
-from diloco.cli import _foreign, export, generate, plan, train
+from diloco.cli import _foreign, chat, export, generate, plan, train
 from diloco.cli._command import field_of, fields_of
 from diloco.cli.main import main, verbs
 from diloco.rendezvous.log.keys import write_key
@@ -84,12 +84,11 @@ report nowhere                                     => nowhere holds no run
 report results.csv                                 => results.csv is neither a run's directory nor an exp
 report                                             => name a run's directory, or an experiment's CSV
 watch                                              => name a run's directory, a directory of runs, or a store
+watch nowhere                                      => nowhere holds no run: nowhere/config.json is missing
 watch x --every-seconds 0                          => --every-seconds=0.0 must be above 0
 watch x --every-seconds inf                        => --every-seconds=inf must be above 0 and at most 86400
 watch x --port 8080                                => --port=8080 means nothing without --serve
 watch x --address 0.0.0.0                          => --address=0.0.0.0 means nothing without --serve
-watch x --serve --address 192.0.2.7 --port 8080    => --port=8080 of --address=192.0.2.7 can't be used
-watch x --serve --port 99999                       => --port=99999 can't be used
 store check ftp://host/run                         => ftp://host/run: give a directory, or s3://bucket/prefix
 store check /none/run                              => /none does not exist: make it, or mount it, first
 store check . --racers 1                           => --racers=1 must be at least 2
@@ -175,12 +174,12 @@ diloco train tiny                     => type diloco train tiny (
 torchrun --nproc-per-node 2           => type diloco train RECIPE, or torchrun … -m diloco train RECIPE
 resume runs/a                         => type diloco train --resume runs/a (
 stop                                  => type Ctrl-C in the terminal of the run; diloco train --resume RUN
-serve runs/a                          => type diloco chat runs/a to talk to its model, or diloco watch runs/a --
+serve runs/a                          => type diloco chat runs/a --serve to talk to its model, or
 ls                                    => type diloco watch runs, or diloco watch runs --serve for a page
 tensorboard --logdir runs             => type diloco watch runs, or
 sample runs/a                         => type diloco generate runs/a (
 evaluate runs/a                       => type diloco eval runs/a (
-join s3://bucket/run                  => type diloco train RECIPE --rendezvous s3://bucket/run --name NAME
+join s3://bucket/run                  => type diloco train --rendezvous s3://bucket/run --name NAME
 help train                            => type diloco train --help
 text.jsonl                            => a command comes before a file, as in diloco watch text.jsonl
 -v                                    => unknown flag -v: did you mean --version?
@@ -225,6 +224,7 @@ train tiny --wandb                    => type --trackers wandb
 train tiny --optimizer adamw          => the inner optimizer is AdamW, set by --optimizer.learning-rate and
 train tiny --num-workers 4            => leave it out; replicas are set by --num-replicas
 train tiny --nnodes 2                 => torchrun takes these flags: torchrun … -m diloco train …; or each machine
+watch runs --host 0.0.0.0               => unknown flag --host: did you mean --address?
 train tiny --log-every 10             => every step is in metrics-0.jsonl: leave it out
 train tiny --fsdp                     => did you mean --shards-per-replica?
 train tiny --bogus                    => unknown flag --bogus (diloco train tiny --help
@@ -249,7 +249,12 @@ OF_A_RUN = """
 train laptop --resume RUN                          => was started with recipe=tiny, and now laptop is asked for
 export RUN --to hf --output x --push-to-hub me/it  => --push-to-hub=me/it, but HF_HUB_OFFLINE forbids to ask
 generate RUN --top-k 0                             => --top-k=0 must be at least 1
+watch RUN --serve --port 99999                     => --port=99999 can't be used
+watch RUN --serve --address 192.0.2.7 --port 8080  => --port=8080 of --address=192.0.2.7 can't be used
 chat RUN --max-tokens 0                            => --max-tokens=0 must be at least 1
+chat RUN --port 8765                               => --port=8765 means nothing without --serve
+chat RUN --serve --max-tokens 2000                 => --max-tokens=2000 must be at most 1000 on a page
+chat RUN --serve --top-k 0                         => --top-k=0 must be at least 1
 eval RUN --data nowhere.jsonl                      => nowhere.jsonl can't be read: No such file
 """
 OF_A_STORE = """
@@ -306,7 +311,7 @@ def test_a_mistake_is_one_sentence(command, words, small_corpus, tmp_path, monke
 
 def test_what_stands_in_the_place_of_foreign_words_exists():
     """Each setting has a flag of a verb, and each flag and verb in a sentence is one."""
-    commands = (train.Command, plan._plan_described, generate._generate, export._export)
+    commands = (train.Command, chat._chat, plan._plan_described, generate._generate, export._export)
     fields = {name for command in commands for name in fields_of(command)}
     assert {*_foreign.NAMES} | {*_foreign.VALUES} <= fields
     for text in (*_foreign.SENTENCES.values(), *_foreign.COMMANDS.values()):

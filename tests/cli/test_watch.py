@@ -1,18 +1,23 @@
 """`diloco watch` in a terminal, and the address that it prints."""
 
+import os
 import re
 import shutil
+import signal
 import threading
 import urllib.request
 
 import pytest
 from tests.rendezvous.handwritten import Handwritten
+from tests.training.runs import TIMEOUT_SECONDS, started
+from tests.training.test_loop import wait_for_step
 
 from diloco.cli.main import main
 from diloco.report import sources
 from diloco.report.runs import LOSS, run_facts
 from diloco.report.server import LiveServer
 from diloco.report.sources import Sources
+from diloco.training.records.runs import running
 from diloco.training.records.tail import RunTail
 
 
@@ -28,6 +33,46 @@ def test_finished_runs_are_shown_once_beside_a_store(finished_run, tmp_path, cap
     printed = capsys.readouterr().out
     assert "120 of 120" in printed and f"{run.directory}: finished" in printed
     assert re.search("replicas active +0 of 2", printed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "notes"),
+    [
+        (signal.SIGKILL, r"Process \d+ on \S+ since \S+ \S+ was killed; go on with: diloco train tiny --resume"),
+        (
+            signal.SIGINT,
+            r"Stopped by SIGINT: every replica has saved step (\d+); go on from step \1 with: diloco train tiny "
+            "--resume",
+        ),
+    ],
+)
+def test_a_stopped_run_is_called_so_with_how_and_the_command_to_go_on(
+    number, notes, small_corpus, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "300")
+    shutil.copy(small_corpus, tmp_path / "text.jsonl")
+    with started(tmp_path, "--name", "one", "--num-tokens", "10M") as process:
+        wait_for_step(process, tmp_path / "runs" / "one", step=3)
+        assert process.pid is not None
+        os.kill(process.pid, number)
+        process.wait(TIMEOUT_SECONDS)
+    monkeypatch.chdir(tmp_path)
+    for words in (["one"], []):  # a run's name, and the newest run
+        main(["watch", *words])
+        printed = capsys.readouterr().out
+        assert printed.startswith("one: stopped") and "ETA" not in printed
+        assert re.search(f"^{notes} runs/one *$", printed, re.MULTILINE), printed
+
+
+@pytest.mark.parametrize("command", ["watch", "report", "eval", "generate", "chat", "train tiny --resume"])
+def test_a_run_that_is_not_there_is_refused_with_the_nearest(command, finished_run, tmp_path, capsys, monkeypatch):
+    shutil.copytree(finished_run, tmp_path / "runs" / "one", ignore=shutil.ignore_patterns("checkpoints"))
+    monkeypatch.chdir(tmp_path)
+    for name, hint in (("on", "did you mean runs/one?"), ("xyz", "there are runs/one")):
+        with pytest.raises(SystemExit, match="2"):
+            main([*command.split(), name])
+        assert capsys.readouterr().err == f"diloco: {name} holds no run: {name}/config.json is missing; {hint}\n"
 
 
 def test_several_runs_are_a_table_of_the_facts_of_each(finished_run, tmp_path, capsys, monkeypatch):
@@ -81,15 +126,13 @@ def test_a_store_that_is_damaged_is_trouble_in_the_terminal_and_refused_by_the_r
 
 
 def test_a_run_is_shown_again_until_it_is_over(finished_run, tmp_path, capsys, monkeypatch):
-    copies = iter(("one", "two"))
-
     def sleep(_: float) -> None:
-        shutil.copytree(finished_run, tmp_path / "runs" / next(copies))
-        if (tmp_path / "runs" / "two").exists():
-            (tmp_path / "runs" / "two" / "config.json").touch()
+        shutil.copytree(finished_run, run, dirs_exist_ok=True)
 
+    run = tmp_path / "runs" / "one"
     monkeypatch.setattr("time.sleep", sleep)
-    main(["watch", str(tmp_path / "runs"), "--every-seconds", "7"])
+    with running(run):  # it is about to begin
+        main(["watch", str(run), "--every-seconds", "7"])
     printed = capsys.readouterr().out
     assert "not begun" in printed and "finished" in printed
     everything = Sources([str(tmp_path / "runs"), str(tmp_path / "later")])

@@ -132,7 +132,7 @@ def printed(wanted: Task) -> tuple[str, dict[str, float]]:
     """The sentence about an infeasible target, and its numbers as printed."""
     sentence = remedy_sentence(wanted, remedy(wanted))
     patterns = {
-        "gbit_s": "links of ([^ ]+) G",
+        "mbit_s": "links of ([^ ]+) Mbit/s",
         "latency_seconds": "latency of ([^ ]+) s on every link",
         "factor": "compute ([^ ]+) times",
         "target": r"a target of ([0-9.]+?)[.;]?( |$)",
@@ -145,14 +145,14 @@ def test_every_printed_number_is_rounded_to_where_it_is_still_enough():
     wanted = task(0.006, latency_seconds=0.0)
     sentence, numbers = printed(wanted)
     assert "No setting reaches a compute utilization of 0.95 here." in sentence and "latency" not in sentence
-    assert feasible(with_replicas(wanted, gbit_s=numbers["gbit_s"]))
+    assert feasible(with_replicas(wanted, gbit_s=numbers["mbit_s"] / 1e3))
     longer = with_replicas(wanted, step_seconds=2.3 * numbers["factor"])
     assert feasible(replace(longer, num_steps=int(66_757 / numbers["factor"])))
     assert feasible(replace(wanted, target=numbers["target"]))
     far = task(10.0, latency_seconds=300.0)
     _, numbers = printed(far)
     assert feasible(with_replicas(far, latency_seconds=numbers["latency_seconds"]))
-    assert "gbit_s" not in numbers
+    assert "mbit_s" not in numbers
 
 
 def test_a_slow_replica_is_named_as_the_limit():

@@ -26,9 +26,11 @@ from tests.training.runs import (
     summary,
 )
 from tests.training.test_loop import replicas
+from tests.training.test_rendezvous import bodies
 
 from diloco.errors import ExchangeError, Stopped
 from diloco.models.decoder_config import DecoderConfig
+from diloco.rendezvous.log.entries import Leave
 from diloco.training import stopping
 from diloco.training.config.config import CheckpointConfig, DilocoConfig, EvaluationConfig, TrainConfig
 from diloco.training.config.recipes import recipe
@@ -101,14 +103,13 @@ def stop_and_go_on(config: TrainConfig, stopped_rank: int, at_step: int) -> tupl
     [
         ({"num_replicas": 1, "diloco": {"overlap_steps": (2,)}}, 0),
         ({}, 1),
-        ({"method": "data_parallel"}, 1),
+        pytest.param({"method": "data_parallel"}, 1, marks=pytest.mark.slow),
         pytest.param({"shards_per_replica": 2}, 3, marks=pytest.mark.slow),
         pytest.param(
             {"ddp_per_replica": 2, "diloco": {"combine": "reduce_scatter:bf16"}}, 2, marks=pytest.mark.slow
         ),
-        pytest.param({"shards_per_replica": 2, "method": "data_parallel"}, 1, marks=pytest.mark.slow),
     ],
-    ids=["alone", "streaming", "data_parallel", "shards", "ddp", "sharded_data_parallel"],
+    ids=["alone", "streaming", "data_parallel", "shards", "ddp"],
 )
 def test_one_process_is_told_and_all_save_the_same_step(config, tmp_path, changes, stopped_rank):
     changes = {**changes, "diloco": replace(config.diloco, **changes.get("diloco", {}))}
@@ -157,6 +158,7 @@ def stop_beside_one_that_stands_still(config: TrainConfig) -> str:
     return "not stopped"
 
 
+@pytest.mark.slow
 def test_a_replica_that_does_not_answer_is_named_within_the_bound(config, tmp_path):
     begin = time.monotonic()
     first, _ = run_replicas(stop_beside_one_that_stands_still, 2, replace(config, runs=tmp_path), joined=False)
@@ -228,6 +230,7 @@ def test_a_run_stopped_at_any_moment_goes_on_bit_for_bit(folder, streaming, mome
         done = process.wait(TIMEOUT_SECONDS)
     at = num_lines(directory)
     print(f"moment {moment}: {stop.__name__} {at} steps, saved every {every}: {done.stderr}", end="")  # noqa: T201
+    assert done.returncode or step > 100, "it was stopped, but near its end"
     if done.returncode:
         assert done.returncode == 128 + number and done.stderr.count("\n") == 1, done.stderr
         if saved := re.search(r"every replica has saved step (\d+); go on from step (\d+) with: ", done.stderr):
@@ -295,3 +298,33 @@ def test_one_of_two_machines_is_told_and_both_keep_the_work(folder, streaming):
     for done in both("--resume", "runs/far"):
         assert done.returncode == 0, done.stderr
     assert summary(machines[0] / "runs" / "far")["outer_hash"] == summary(streaming)["outer_hash"]
+
+
+def stop_shards_in_a_store(config: TrainConfig) -> str:
+    """Two shards of one replica: the one that has not joined the store hears a signal; then they go on."""
+    rank = be_process(config, "stopped")
+
+    def hear(metrics) -> None:
+        if rank == 1 and metrics.step == 9:
+            signal.raise_signal(signal.SIGTERM)
+
+    try:
+        train(config, on_step=hear)
+    except Stopped as error:
+        be_process(config, "again")
+        train(config, resume=True)
+        return str(error)
+    return "not stopped"
+
+
+@pytest.mark.slow
+def test_the_shards_of_a_replica_in_a_store_save_one_step_and_leave(config, tmp_path):
+    store = str(tmp_path / "store")
+    diloco = replace(config.diloco, overlap_steps=2)
+    changes = {"runs": tmp_path, "rendezvous": store, "micro_batch": None, "diloco": diloco}
+    run = resolved(replace(config, num_replicas=1, shards_per_replica=2, **changes))
+    (sentence,) = {*run_replicas(stop_shards_in_a_store, 2, run, joined=False)}
+    step, _ = finished_steps(run.checkpoints, 0)
+    assert sentence == f"stopped by SIGTERM: step {step} is saved" and step >= 9
+    assert [leave.finished for leave in bodies(store, Leave)] == [False, True]
+    assert [line["step"] for line in lines(run.directory, 0)][: step + 1] == [*range(1, step + 2)]

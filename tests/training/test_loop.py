@@ -56,6 +56,7 @@ def test_a_run_leaves_its_files(streaming):
         "metrics-1.jsonl",
         "outer.safetensors",
         "running",
+        "samples.json",
         "summary.json",
         "tensorboard",
     }
@@ -283,12 +284,13 @@ def test_two_machines_with_their_own_disks_train_together(folder, streaming):
     for machine, process in enumerate(processes):
         start, *_, last = process.stdout.partition("\n\n")[0].splitlines()
         assert start.startswith(f"start replica {machine} of 2, which "), process.stdout
-        name = "" if machine == 0 else "replica 1  "
-        assert re.search(rf"^{name}step 120/120  loss [\d.]+  ", process.stdout, re.MULTILINE), process.stdout
+        assert re.search(rf"^replica {machine}  step 120/120  loss [\d.]+  ", process.stdout, re.MULTILINE), (
+            process.stdout
+        )
         assert re.search(r"^held-out loss +[\d.]+ ± ", process.stdout, re.MULTILINE)
         assert re.search(rf"^outer hash +{outer_hash[:16]}$", process.stdout, re.MULTILINE)
         assert last.startswith("files                runs/far")
-    assert "The model writes" in processes[0].stdout and "replica 1's metrics and" in processes[1].stdout
+    assert "The model writes" in processes[0].stdout and "this machine's metrics and" in processes[1].stdout
     assert not (machines[1] / "runs" / "far" / "summary.json").exists()
     mine, theirs = (read_config(machine / "runs" / "far") for machine in machines)
     assert replace(mine, runs=theirs.runs, data=theirs.data) == theirs

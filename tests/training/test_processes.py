@@ -25,6 +25,8 @@ from diloco.training.prepare import refuse_what_means_nothing
 from diloco.training.processes import (
     SIGNALS,
     STORE,
+    Ancestor,
+    Call,
     _explain,
     import_modules,
     launch,
@@ -200,6 +202,21 @@ def test_a_run_whose_processes_are_all_killed_leaves_no_temporary_file(tmp_path)
         os.killpg(running.pid, signal.SIGKILL)
         wait_for_the_end(abandoned)
     assert [*temporary.iterdir()] == []
+
+
+def unblock_and_sleep() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    time.sleep(60)
+
+
+def test_a_call_that_is_ended_before_it_starts_ends_at_its_start():
+    call = Call(unblock_and_sleep)
+    call.end()
+    call.end()  # the same signal, by way of another process
+    begin = time.monotonic()
+    with Ancestor("fork") as ancestor, pytest.raises(EOFError):
+        ancestor.run(call)
+    assert call.pid is not None and time.monotonic() - begin < 30
 
 
 def replicas_in(folder: Path, running: Program) -> list[int]:

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.processes import run_replicas
+from tests.processes import program, run_main, run_replicas
 from tests.training.cases import rate
 from tests.training.runs import TIMEOUT_SECONDS, lines, run, started, summary
 
+from diloco.cli.main import main
 from diloco.errors import DisagreementError, ExchangeError, Stopped, UserError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
@@ -355,6 +356,26 @@ def test_ctrl_c_leaves_the_run_and_loses_no_payload(config, tmp_path):
     sent = len(list(Path(run.rendezvous, "payloads", str(b)).iterdir()))
     last = max(log.last_seq.get(b, -1) for log in state.fragments)
     assert last == sent - 1, "the payload that was on its way at Ctrl-C"
+
+
+@pytest.mark.slow
+def test_a_joiner_needs_no_settings_but_its_text_and_name(folder):
+    """And the same command goes on with the replica."""
+    own = ["--rendezvous", "joined", "--runs", "elastic-joined", "--precision", "fp32"]
+    shared = ["--seed", "3", "--diloco.sync-every", "7", "--global-batch", "6", "--num-tokens", str(6 * 64 * 400)]
+    join = ["train", *own, "--name", "b", "--data.train", "text.jsonl", "--data.held-out-fraction", "0.1"]
+    metrics = {name: folder / "elastic-joined" / name / "metrics-0.jsonl" for name in "ab"}
+    with started(folder, "--name", "a", *own, *shared) as first:
+        wait_for(metrics["a"], num_lines=1)
+        with program(main, join, folder=folder) as second:
+            wait_for(metrics["b"], num_lines=10)
+            os.kill(second.pid, signal.SIGTERM)
+            assert second.wait(TIMEOUT_SECONDS).returncode == 143
+        second = run_main(main, join, folder=folder, timeout_seconds=TIMEOUT_SECONDS)
+        assert second.returncode == 0 and "going on from step" in second.stdout, second
+        assert first.wait(TIMEOUT_SECONDS).returncode == 0
+    a, b = (summary(folder / "elastic-joined" / name) for name in "ab")
+    assert a["contributors"].keys() == {"a", "b"} and a["outer_hash"] == b["outer_hash"]
 
 
 @pytest.mark.slow

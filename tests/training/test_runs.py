@@ -187,7 +187,8 @@ def test_an_earlier_run_on_the_disk_of_one_machine_is_refused_on_all_machines(ru
         ("runs/one", r"; did you mean \S*/runs/ones\?$"),
         ("ones", r"; did you mean \S*/runs/ones\?$"),
         ("runs", r"; name one of the runs in it: \S*/runs/ones$"),
-        ("runs/other", r"config\.json is missing$"),
+        ("runs/other", r"config\.json is missing; there are \S*/runs/ones$"),
+        ("nowhere/other", r"config\.json is missing$"),
     ],
 )
 def test_a_directory_without_a_run_is_refused_with_those_near_it(tmp_path, name, hint):

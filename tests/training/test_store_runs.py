@@ -5,15 +5,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.rendezvous.handwritten import Handwritten
+from tests.rendezvous.handwritten import SEED, Handwritten
 
-from diloco.errors import FileError, UserError
+from diloco.errors import DilocoError, UserError
+from diloco.models.hugging_face_config import HuggingFaceConfig
 from diloco.schema import flat
-from diloco.training.config import joined
-from diloco.training.config.config import TrainConfig, to_json
-from diloco.training.config.joined import config_of
+from diloco.training.config.config import TrainConfig, get, to_json
+from diloco.training.config.joined import config_of, joined_config
 from diloco.training.config.recipes import tiny
-from diloco.training.config.resolve import DATA_DIGEST, facts_with_rendezvous, resolve, text_facts
+from diloco.training.config.resolve import (
+    DATA_DIGEST,
+    facts_with_rendezvous,
+    names_with_rendezvous,
+    resolve,
+    text_facts,
+)
+from diloco.training.prepare import prepare_run
 from diloco.training.records.export import export_run
 from diloco.training.records.finished import evaluate_run, run_parameters
 from diloco.training.records.runs import read_config
@@ -65,32 +72,70 @@ def test_a_batch_of_which_each_replica_takes_a_share_of_its_own_need_be_no_multi
     assert config is not None and {name: getattr(config, name) for name in batch} == batch
 
 
-FOREIGN = {
-    **{
-        "name": "../evil",
-        "runs": "/",
-        "recipe": "laptop",
-        "device": "cuda",
-        "compile": True,
-        "prometheus_port": 80,
-    },
-    **{"trackers": ["wandb"], "data.train": ["/etc/passwd"], "data.prepared": "/", "data": {"cache": "/"}},
-    **{"elastic.num_shares": 3, "checkpoint.every_steps": 0, "shards_per_replica": 4, "timeout_seconds": 9},
+OF_THIS_MACHINE = {
+    "name": "..",
+    "runs": "/",
+    "recipe": "tiny",
+    "data.train": ["/etc/passwd"],
+    "data.prepared": "/",
+    "trackers": ["wandb"],
+    "prometheus_port": 80,
+    "checkpoint.every_steps": 1,
+    "device": "cuda",
+    "micro_batch": 1,
 }
 
 
-def test_a_replica_that_joins_takes_nothing_that_is_its_own_from_the_log(tmp_path, monkeypatch):
-    asked = replace(tiny(), num_replicas=1, rendezvous="store", seed=9)
-    facts = json.loads(json.dumps(facts_with_rendezvous(resolve(asked, vocab_size=257, prepared=tmp_path))))
+def shared(tmp_path) -> dict:
+    """The facts of a trainer's run that is none of a recipe."""
+    asked = replace(tiny(), seed=SEED, num_replicas=1, rendezvous="elsewhere", global_batch=6, num_tokens=6 * 640)
+    return facts_with_rendezvous(resolve(asked, vocab_size=257, prepared=tmp_path))
 
-    def joined_by(more: dict[str, object]) -> TrainConfig:
-        monkeypatch.setattr(joined, "facts_of", lambda _: facts | more)
-        return joined.joined_config("store", names_model=False)
 
-    config = joined_by(FOREIGN)
-    assert config == joined_by({}) and config.seed == 9 and not config.name
-    with pytest.raises(FileError, match="checkpoint is a section, and no value"):
-        joined_by({"checkpoint": {"every_steps": 0}})
+def test_a_joiner_takes_what_all_share_from_the_log_and_nothing_that_is_its_own(tmp_path):
+    facts = shared(tmp_path)
+    run = Handwritten(tmp_path / "run", facts=facts | OF_THIS_MACHINE)
+    config = joined_config(str(run.directory), names_model=False)
+    assert facts_with_rendezvous(config) == facts
+    sizes = {name: getattr(config, name) for name in ("num_tokens", "global_batch", "sequence_length", "model")}
+    default = TrainConfig(num_replicas=1, **sizes)
+    own = [name for name in names_with_rendezvous() if not name.startswith("model.")]
+    assert [name for name in own if get(config, name) != get(default, name)] == ["rendezvous"]
+
+
+NO_MODEL = dict.fromkeys(("model.num_layers", "model.width", "model.vocab_size", "model.num_heads"))
+TRANSFORMER = {"model.family": HuggingFaceConfig.family, "model.architecture": '{"model_type": "gpt2"}'}
+
+
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    [
+        (None, r"rendezvous=.*run holds no run: .*; to create a run there, name a recipe before the flags"),
+        (NO_MODEL, ".*the run is a program's own, and does not describe its model"),
+        (
+            TRANSFORMER | {"model.hf": "/etc", "model.num_heads": None},
+            ".* trains a model of transformers: name the same by model.hf",
+        ),
+        ({"global_batch": 0}, "entry 0 of the log can't be read: global_batch must be at least 1"),
+        ({"data": "/etc", "model": 3}, "entry 0 of the log can't be read: .*model"),
+        ({"checkpoint": {"every_steps": 0}}, "entry 0 of the log can't be read: checkpoint is a section, and no"),
+        ({"model.num_layers": 10**9}, "entry 0 of the log can't be read: model.num_layers=1000000000 must be at"),
+    ],
+)
+def test_what_a_joiner_can_not_take_from_a_log_is_refused(facts, sentence, tmp_path):
+    if facts is not None:
+        changed = shared(tmp_path) | facts
+        Handwritten(tmp_path / "run", facts={name: value for name, value in changed.items() if value is not None})
+    with pytest.raises(DilocoError, match=f"^{sentence}"):
+        joined_config(str(tmp_path / "run"), names_model=False)
+
+
+def test_a_joiner_with_other_text_is_told_what_it_needs(finished_run, tmp_path):
+    run = Handwritten(tmp_path / "run", facts=shared(tmp_path) | {DATA_DIGEST: "0" * 64})
+    config = joined_config(str(run.directory), names_model=False)
+    data = replace(config.data, prepared=read_config(finished_run).data.prepared)
+    with pytest.raises(UserError, match=f"not {'0' * 16}: name the sources and the tokenizer .* data.prepared"):
+        prepare_run(replace(config, name="b", runs=tmp_path, data=data))
 
 
 def test_text_that_is_not_the_runs_is_refused(run, finished_run, tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,6 +11,7 @@ from tests.training.test_metrics import metrics
 from diloco.schedule import Schedule
 from diloco.training.records import tail as module
 from diloco.training.records.metrics import MetricsLog, read_metrics
+from diloco.training.records.runs import running
 from diloco.training.records.tail import MOST_BINS, ReplicaTail, RunTail
 
 
@@ -78,6 +80,45 @@ def test_a_run_that_was_deleted_is_not_over_and_what_cannot_be_read_is_trouble(g
     (run / "metrics-0.jsonl").symlink_to("x" * 300)
     tail.again()
     assert tail.standing == f"{run} can't be read: File name too long"
+
+
+def test_a_run_whose_lock_is_free_before_its_end_is_stopped_and_says_how(growing):
+    run, grow = growing
+    grow(5)
+    tail = RunTail(run)
+
+    def seen() -> tuple[str, bool, str]:
+        tail.again()
+        return tail.standing, tail.is_over, tail.ending
+
+    assert seen() == ("running", False, "")  # this machine may be without replica 0, whose process has the lock
+    error = KeyboardInterrupt("stopped by SIGINT: step 5 is saved\nand more")
+    error.add_note("go on from step 5 with: it")
+    with suppress(KeyboardInterrupt), running(run, hint="go on with: it"):
+        held, lock = seen(), (run / "running").read_text()
+        raise error
+    assert held == ("running", False, "")
+    assert seen() == ("stopped", True, "stopped by SIGINT: step 5 is saved; go on from step 5 with: it")
+    (run / "running").write_text(lock)  # its process could say nothing
+    standing, is_over, ending = seen()
+    assert (standing, is_over) == ("stopped", True)
+    assert ending == f"{lock.splitlines()[0]} was killed; go on with: it"
+    (run / "running").write_text("process 7 on another-machine since yesterday\n")
+    assert seen() == ("running", False, "")  # its lock may not reach this machine
+    with running(run):
+        pass
+    assert seen() == ("stopped", True, "")
+
+
+def test_a_machine_without_replica_0_knows_when_the_last_step_is_taken(growing, monkeypatch):
+    run, grow = growing
+    grow(120)
+    tail = RunTail(run)
+    tail.again()
+    assert (tail.standing, tail.is_over) == ("running", False)
+    monkeypatch.setattr(module, "_SILENT_SECONDS", -1.0)
+    monkeypatch.setattr(module, "_SILENT_STEPS", -1)
+    assert (tail.standing, tail.is_over) == ("all steps are taken", True)
 
 
 def test_of_replicas_that_come_and_go_nothing_is_known_to_be_in_flight(growing):

@@ -64,7 +64,7 @@ def test_a_place_costs_less_than_two_bits_more_than_its_information(length, dens
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("fp8", r"'fp8' is not a codec: choose one of fp32, bf16, fp16, e4m3"),
+        ("fp8", r"'fp8' is not a codec: did you mean e4m3\? There are fp32, bf16, fp16, e4m3"),
         ("", r"'' is not a codec"),
         (
             "e3m0:blocks=128",

@@ -7,6 +7,7 @@ from typing import Any
 from diloco.errors import nearest
 
 NAMES = {
+    "address": "bind host listen",
     "checkpoint.every_steps": "checkpoint_every checkpoint_interval interval save_every save_interval save_steps",
     "compile": "torch_compile",
     "config": "config_file",
@@ -113,14 +114,14 @@ VALUES = {
 COMMANDS = {
     "continue resume": "diloco train --resume {RUN}",
     "fine-tune finetune fit go launch pretrain run sft start": "diloco train {RECIPE}",
-    "connect join peer worker": "diloco train RECIPE --rendezvous {STORE} --name NAME",
+    "connect join peer worker": "diloco train --rendezvous {STORE} --name NAME",
     "benchmark_model evaluate lm_eval lm-eval score test validate": "diloco eval {RUN}",
     "complete infer inference prompt sample write": "diloco generate {RUN}",
     "ask talk": "diloco chat {RUN}",
     "dashboard info list log logs ls monitor ps show status tail tensorboard ui web": (
         "diloco watch {RUNS}, or diloco watch {RUNS} --serve for a page in the browser"
     ),
-    "serve server": "diloco chat {RUN} to talk to its model, or diloco watch {RUNS} --serve for a page of curves",
+    "serve server": "diloco chat {RUN} --serve to talk to its model, or diloco watch {RUNS} --serve for curves",
     "graph plots plot": "diloco report {RUN}",
     "calc calculate estimate": "diloco plan",
     "predict": "diloco generate {RUN}, or diloco scaling predict for the loss to expect",

@@ -74,6 +74,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
     hf, lora = words.get("model.hf"), words.get("model.lora")
     if resume is not None:
         config = _of_run(resume, named)
+        resume = config.directory
         config = with_model_at(config, hf, lora=lora) if hf or lora else config
     elif file is not None and not asks_for_help(flags):
         config, of_file = read_config_file(file, named, rendezvous=words.get("rendezvous"))
@@ -187,8 +188,9 @@ def _start(command: Command, budget: Budget | None) -> None:
         was_there = file.exists() and resume is None  # then the run in the directory is another one
         if speaks:
             print("\n".join([*lines, *_addresses(config)]), flush=True)
-        lock = running(config.directory) if os.environ.get("RANK", "0") == "0" else nullcontext()
-        with hinted(partial(_hint, config), when=lambda: file.exists() and not was_there), lock:
+        hint = f"go on with: {resume_command(config)}"
+        lock = running(config.directory, hint=hint) if os.environ.get("RANK", "0") == "0" else nullcontext()
+        with lock, hinted(partial(_hint, config), when=lambda: file.exists() and not was_there):
             _train(asked, is_resume=resume is not None)
 
 

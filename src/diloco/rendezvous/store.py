@@ -626,7 +626,9 @@ class _Retry:
         pause = random.uniform(0, self._longest)
         self._longest = min(2 * self._longest, _LONGEST_PAUSE_SECONDS)
         if pause >= self.seconds_left:
-            remedy = "the directory" if self._store.is_directory else "the network and the store's endpoint"
+            remedy = (
+                "the directory" if self._store.is_directory else "the network, the store's endpoint and region"
+            )
             raise StoreUnreachableError(
                 f"can't {self.action} in {self._store.url} within {self._patience_seconds:g} s: check {remedy} "
                 f"({self.reason})"

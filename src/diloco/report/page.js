@@ -285,7 +285,7 @@ function dot(index) {
 function table({ columns, rows, colors }) {
   const head = element("tr", "", ...columns.map((name) => element("th", "", ...breakable(name))));
   const body = rows.map((row, index) => {
-    const cells = row.map((cell) => element("td", "", ...breakable(cell)));
+    const cells = row.map((cell, column) => element("td", "", ...(column ? [cell] : breakable(cell))));
     if (colors.length) cells[0].prepend(dot(colors[index]));
     return element("tr", "", ...cells);
   });

@@ -218,9 +218,10 @@ _MAIN = ("held-out loss", LOSS, "bits per byte", "sent per replica", UTILIZATION
 
 def _notes(run: RunTail) -> list[str]:
     absent = [str(m) for m in range(run.config.num_local_replicas if run.config else 0) if m not in run.replicas]
+    ending = [run.ending[:1].upper() + run.ending[1:]] if run.ending else []
     if not absent or run.last is None:
-        return []
-    return [f"No metrics of replica{'s' * (len(absent) > 1)} {', '.join(absent)} are on this machine."]
+        return ending
+    return [*ending, f"No metrics of replica{'s' * (len(absent) > 1)} {', '.join(absent)} are on this machine."]
 
 
 _COMPARED = (

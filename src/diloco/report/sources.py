@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from diloco.errors import UserError
 from diloco.files import expanded
 from diloco.rendezvous.log.log import is_store
 from diloco.report.page import Page
@@ -11,7 +12,8 @@ from diloco.report.runs import run_sections
 from diloco.report.setup import CommandOf
 from diloco.report.stores import StoreTail, store_section
 from diloco.report.text import labels
-from diloco.training.records.runs import CONFIG_FILE
+from diloco.training.config.config import TrainConfig
+from diloco.training.records.runs import CONFIG_FILE, lock_of, no_run
 from diloco.training.records.tail import RunTail
 
 MOST_RUNS = 24
@@ -22,7 +24,8 @@ class Sources:
     """Runs, directories of runs, and stores.
 
     Args:
-        sources: runs' directories, directories of runs, URLs or directories of stores; nothing need be there yet.
+        sources: runs' directories or their names in `runs`, directories of runs, URLs or directories of stores;
+            nothing need be there yet.
         command_of: tells the command line of a run.
 
     Raises:
@@ -65,6 +68,20 @@ class Sources:
         for one in (*self.stores, *self.runs):
             one.read()
 
+    def check(self) -> None:
+        """Look at everything, and refuse a source without a run, where none is about to begin either.
+
+        Raises:
+            UserError: naming it, and the nearest runs.
+        """
+        self.again()
+        for store in self.stores:
+            if store.status is None and store.trouble:
+                raise UserError(store.trouble)
+        for run in self.runs:
+            if run.config is None and not run.trouble and not lock_of(run.directory).is_held:
+                raise no_run(run.directory)
+
     def _find(self) -> None:
         self._num_left_out = 0
         stores = [source for source in self._sources if is_store(source)]
@@ -76,11 +93,14 @@ class Sources:
         """The directories of runs that a source stands for: itself, unless it has some below it."""
         path = expanded(source)
         configs: list[tuple[float, Path]] = []
+        named = TrainConfig.runs / path
         with suppress(OSError):  # the run itself tells why it can't be read
             if not (path / CONFIG_FILE).exists():
                 for file in path.glob(f"*/{CONFIG_FILE}"):
                     with suppress(OSError):  # it was removed a moment ago
                         configs.append((file.stat().st_mtime, file.parent))
+                if not configs and (named / CONFIG_FILE).exists():
+                    path = named
         self._num_left_out += max(0, len(configs) - MOST_RUNS)
         yield from sorted(run for _, run in sorted(configs)[-MOST_RUNS:]) or [path]
 
@@ -98,7 +118,7 @@ class Sources:
     def is_over(self) -> bool:
         """True if nothing more is to come."""
         finished = [one.status is not None and one.status.finished for one in self.stores]
-        finished += [one.summary is not None for one in self.runs]
+        finished += [one.is_over for one in self.runs]
         return all(finished) and not self.is_behind
 
     def page(self, *, with_charts: bool = True) -> Page:

@@ -135,6 +135,15 @@ class Call:
             return
         else:
             self.is_ended_at_once, number = True, AT_ONCE
+        self._send(number)
+
+    def started(self, pid: int) -> None:
+        """Note the process's number; a call that was to end before ends now."""
+        self.pid = pid
+        if self.ended_by is not None:
+            self._send(self.ended_by)
+
+    def _send(self, number: int) -> None:
         if self.pid is not None and not self.is_over:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -185,9 +194,7 @@ class Ancestor:
                 with theirs:
                     send_handle(self._connection, theirs.fileno(), self._process.pid)
                 ours.send(call.request)
-                call.pid = ours.recv()
-                if call.ended_by is not None:
-                    call.end(call.ended_by)
+                call.started(ours.recv())
                 return ours.recv()
             except ConnectionError as error:
                 raise EOFError from error

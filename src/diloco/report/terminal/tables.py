@@ -208,6 +208,7 @@ def plan_parts(
     rows = presets(task, sync_every=_period(plans, help_))
     yield remedy_sentence(task, help_) if help_ is not None else _answer(task, plans[0], rows[0])
     yield "\n".join(["", *facts, f"steps   {task.num_steps:,}", ""])
+    yield f"The methods as they are by default, at H = {_period(plans, help_)}:"
     yield _methods(task, rows)
     if plans:
         yield ""
@@ -230,13 +231,13 @@ def _answer(task: Task, plan: Plan, data_parallel: Plan) -> str:
 
 def _methods(task: Task, rows: Sequence[Plan]) -> Table:
     """A row for each method as it is by default: the link that it needs, and what it does on this one."""
-    columns = ("method", "H", "τ", "wire", f"link for\n{task.target:.0%}", "compute\nutilization", "time")
+    columns = ("method", "τ", f"link for\n{task.target:.0%}", "compute\nutilization", "time")
     table = _table(*columns, "sent per\nreplica")
     for row in rows:
         settings, needed = row.model.settings, row.needed_gbit_s
         table.add_row(
             settings.method,
-            *(str(row.model.schedule.sync_every), str(row.model.schedule.max_overlap), row.wire),
+            str(row.model.schedule.max_overlap),
             "none" if needed is None else rate(needed),
             f"{row.compute_utilization:.1%}",
             _duration(row.hours),

@@ -92,7 +92,7 @@ class TrainingProgress:
     Args:
         config: the run's.
         console: to write to.
-        rank: the process's number among all; any but the first is named in its lines.
+        rank: the process's number among all, which is named where there are several.
     """
 
     def __init__(self, config: TrainConfig, console: Console, *, rank: int = 0) -> None:
@@ -184,8 +184,7 @@ def print_outcome(config: TrainConfig, outcome: Outcome | None, console: Console
     facts = {} if outcome is None else summary_facts(converted(outcome.summary, Summary, source="the summary"))
     files = str(config.directory)
     if rank:
-        name = process_name(config.processes_per_replica, rank)
-        files += f": {name}'s metrics and checkpoints; replica 0 has written the model into its own"
+        files += ": this machine's metrics and checkpoints; replica 0 has written the model into its own"
     for name, value in {**facts, "files": files}.items():
         if value:
             console.print(f"{name:21}{with_meaning(name, value)}", highlight=False, markup=False, soft_wrap=True)

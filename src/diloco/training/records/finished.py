@@ -19,7 +19,7 @@ from diloco.rendezvous.log.log import is_store
 from diloco.training.config.config import Parameters, TrainConfig
 from diloco.training.config.resolve import check_sizes
 from diloco.training.records.checkpoints import finished_steps, read, read_files
-from diloco.training.records.runs import check_text, read_config
+from diloco.training.records.runs import check_text, read_config, run_directory
 from diloco.training.records.store_runs import store_config, store_parameters
 from diloco.training.records.summary import OUTER_FILE, open_held_out
 
@@ -50,10 +50,10 @@ def run_parameters(
                     field,
                 )
         return store_parameters(str(source))
-    config = read_config(Path(source))
+    config = read_config(run_directory(source))
     check_sizes(config, here=True)
     model = config.model.build(seed=config.seed)
-    exported, outer = Path(source, OUTER_FILE), _OWN if config.method == "data_parallel" else _OUTER
+    exported, outer = config.directory / OUTER_FILE, _OWN if config.method == "data_parallel" else _OUTER
     if parameters == "outer" and exported.exists() and at_step is None:
         theta = _as_saved(config, model, outer)
         try:
@@ -82,8 +82,8 @@ def newest_step(source: Path | str, parameters: Parameters) -> int | None:
     Raises:
         UserError: if there is no run.
     """
-    config = read_config(Path(source))
-    if parameters == "outer" and Path(source, OUTER_FILE).exists():
+    config = read_config(run_directory(source))
+    if parameters == "outer" and (config.directory / OUTER_FILE).exists():
         return config.num_steps
     held = (finished_steps(config.checkpoints, replica) for replica in _holders(config, parameters))
     return max(set.intersection(*map(set, held)), default=None)
@@ -151,7 +151,7 @@ def finished_config(source: Path | str, prepared: Path | None) -> TrainConfig:
     """
     if is_store(str(source)):
         return store_config(str(source), prepared)
-    config = read_config(Path(source))
+    config = read_config(run_directory(source))
     if prepared is not None:
         config = replace(config, data=replace(config.data, prepared=prepared))
     check_text(config.directory, config.data.prepared, field="prepared")

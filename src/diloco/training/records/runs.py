@@ -6,18 +6,19 @@ import math
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from diloco.data.shards import INDEX_FILE
 from diloco.errors import FileError, UserError
 from diloco.exchange.transport import barrier, fail_together, share
-from diloco.files import make_directory, write_json, writing
+from diloco.files import expanded, make_directory, write_json, writing
 from diloco.schema import read_json
 from diloco.training.config.config import TrainConfig, differences, fields_with, from_json, to_json, with_value
 from diloco.training.config.resolve import TextFacts, resolve, resolved, text_facts
@@ -129,24 +130,49 @@ def read_asked(directory: Path) -> TrainConfig:
     """The config of a run as it was asked for, with the place of its text; else as `read_config`."""
     path = directory / CONFIG_FILE
     if not path.exists():
-        raise UserError(f"{directory} holds no run: {path} is missing{_runs_near(directory)}")
+        raise no_run(directory)
     config = from_json(TrainConfig, read_json(path, dict[str, Any], most_bytes=_MOST_BYTES), source=str(path))
     if config.data.prepared is None:
         raise FileError(f"{path} can't be read: it lacks data.prepared: restore it from another machine")
     return replace(config, name=directory.name, runs=directory.parent)
 
 
-def _runs_near(directory: Path) -> str:
-    """The runs that a directory without one may have been meant for, in words."""
-    below = sorted(str(file.parent) for file in directory.glob(f"*/{CONFIG_FILE}"))
-    if below:
-        return f"; name one of the runs in it: {', '.join(below[:8])}{', …' * (len(below) > 8)}"
-    beside = [file.parent for file in directory.parent.glob(f"*/{CONFIG_FILE}")]
-    in_runs = directory.parent / TrainConfig.runs / directory.name
-    near = [in_runs] if (in_runs / CONFIG_FILE).exists() else beside
-    names = {path.name: str(path) for path in near}
-    matches = get_close_matches(directory.name, names, n=1)
-    return f"; did you mean {names[matches[0]]}?" if matches else ""
+def run_directory(source: Path | str) -> Path:
+    """The directory of the run that a user has named: the one of this name, or the run of this name in `runs`.
+
+    Raises:
+        UserError: if neither holds a run; it names the runs that there are, the nearest first.
+    """
+    directory = expanded(source)
+    for path in (directory, TrainConfig.runs / directory):
+        if (path / CONFIG_FILE).exists():
+            return path
+    raise no_run(directory)
+
+
+def no_run(directory: Path) -> UserError:
+    """The error for a directory without a run, with the runs that may have been meant."""
+    error = f"{directory} holds no run: {directory / CONFIG_FILE} is missing"
+    if below := newest_runs(directory):
+        return UserError(f"{error}; name one of the runs in it: {_listed(below)}")
+    nearby = (directory.parent / TrainConfig.runs, directory.parent)
+    names = {path.name: path for near in nearby for path in newest_runs(near)}
+    if matches := get_close_matches(directory.name, names, n=1):
+        return UserError(f"{error}; did you mean {names[matches[0]]}?")
+    return UserError(f"{error}; there are {_listed(list(names.values()))}" if names else error)
+
+
+def newest_runs(directory: Path) -> list[Path]:
+    """The runs in a directory, the newest first."""
+    configs = list[tuple[float, Path]]()
+    with suppress(OSError):
+        for file in directory.glob(f"*/{CONFIG_FILE}"):
+            configs.append((file.stat().st_mtime, file.parent))
+    return [path for _, path in sorted(configs, reverse=True)]
+
+
+def _listed(runs: Sequence[Path]) -> str:
+    return f"{', '.join(map(str, runs[:8]))}{', …' * (len(runs) > 8)}"
 
 
 def check_text(directory: Path, prepared: Path | None, *, field: str) -> None:
@@ -192,7 +218,7 @@ def resumable(directory: Path) -> TrainConfig:
     """
     if not (directory / CONFIG_FILE).exists():
         _refuse_store(directory)
-    saved = read_asked(directory)
+    saved = read_asked(run_directory(directory))
     # What is left out now follows from the shards, and from the length of the phase that begins, if one does.
     return replace(saved, micro_batch=None, optimizer=replace(saved.optimizer, warmup_steps=None))
 
@@ -294,14 +320,17 @@ _LOG = logging.getLogger("diloco")
 
 
 LOCK_FILE = "running"
-"""The file that is locked, and names the process that has locked it."""
+"""The file that is locked. A line names the process that has locked it, and after an end before the run's how that
+came; another says how to go on."""
 
 
 _MOST_ATTEMPTS = 100
+_SECONDS_OF_A_LOOK = 0.2
+"""Longer than `lock_of` holds the lock."""
 
 
 @contextmanager
-def running(directory: Path, *, waits: bool = False, setting: str = "name") -> Iterator[None]:
+def running(directory: Path, *, waits: bool = False, setting: str = "name", hint: str = "") -> Iterator[None]:
     """Hold the lock on a run's directory; a directory that nothing else was written to is removed at the end.
 
     The operating system drops the lock of a process that is killed.
@@ -310,23 +339,65 @@ def running(directory: Path, *, waits: bool = False, setting: str = "name") -> I
         directory: the run's.
         waits: wait until no other process holds it.
         setting: the one that chooses the directory.
+        hint: how to go on after an end that nobody could foresee; an error says so by its notes.
 
     Raises:
         UserError: if another process holds it, with its number, machine and time, and this one does not wait.
     """
     with _locked(directory, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), setting) as file:
+        now, left = f"{datetime.now():%Y-%m-%d %H:%M:%S}", ""
         with writing(directory / LOCK_FILE):
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}")
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}\n{hint}")
             file.flush()
         try:
             yield
+        except BaseException as error:
+            how = (str(error) or type(error).__name__).splitlines()[0]
+            left = f"{how}\n{'; '.join(getattr(error, '__notes__', ()))}"
+            raise
         finally:
             with suppress(OSError):  # somebody may have deleted the directory
                 file.truncate(0)
+                file.write(left[:_MOST_LETTERS])
+                file.flush()
                 if [path.name for path in directory.iterdir()] == [LOCK_FILE]:
                     (directory / LOCK_FILE).unlink()
                     directory.rmdir()
+
+
+class RunLock(NamedTuple):
+    """The lock on a run's directory, as another process sees it."""
+
+    is_held: bool | None
+    """True if a process trains there; None if that can't be known from here."""
+    how: str = ""
+    """The end of the last process, where none holds it; empty where that is not known."""
+    hint: str = ""
+    """The command to go on with."""
+
+
+def lock_of(directory: Path) -> RunLock:
+    """The lock on a run's directory."""
+    try:
+        with (directory / LOCK_FILE).open(encoding="utf-8", errors="replace") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return RunLock(is_held=True)
+            except OSError:  # a file system without locks
+                return RunLock(is_held=None)
+            how, _, hint = file.read(_MOST_LETTERS).partition("\n")
+    except OSError:  # of a group, the machine with replica 0 has it
+        return RunLock(is_held=None)
+    if not how.startswith("process "):
+        return RunLock(False, how, hint)
+    if f" on {socket.gethostname()} since " not in how:
+        return RunLock(is_held=None)  # its lock may not reach this machine
+    return RunLock(False, f"{how} was killed", hint)
+
+
+_MOST_LETTERS = 4096
 
 
 def _locked(directory: Path, kind: int, setting: str) -> IO[str]:
@@ -359,10 +430,13 @@ def check_not_running(directory: Path) -> None:
 
 def _lock(directory: Path, file: IO[str], kind: int, setting: str) -> None:
     try:
+        with suppress(BlockingIOError):
+            return fcntl.flock(file, kind)
+        time.sleep(_SECONDS_OF_A_LOOK)
         fcntl.flock(file, kind)
     except BlockingIOError:
         file.seek(0)
-        who = file.read() or "another process"
+        who = file.readline().strip() or "another process"
         raise UserError(
             f"{directory} is in use: {who} trains there; wait for it, or choose another {setting}", setting
         ) from None

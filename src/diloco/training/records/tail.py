@@ -22,7 +22,7 @@ from diloco.training.config.config import TrainConfig
 from diloco.training.config.engine_settings import engine_settings
 from diloco.training.config.resolve import check_model
 from diloco.training.records.metrics import OuterStepMetrics, StepMetrics, metrics_file
-from diloco.training.records.runs import CONFIG_FILE, read_config
+from diloco.training.records.runs import CONFIG_FILE, RunLock, lock_of, read_config
 from diloco.training.records.summary import SUMMARY_FILE, Summary
 
 MOST_BINS = 256
@@ -305,6 +305,7 @@ class RunTail:
         self._tails: dict[int, ReplicaTail] = {}
         self._schedule: Schedule | None = None
         self._stamp: tuple[int, int] | None = None
+        self._lock = RunLock(is_held=None)
 
     def again(self) -> None:
         """Look at the directory; an error becomes `trouble`."""
@@ -340,6 +341,7 @@ class RunTail:
                 self._schedule, self.config, self._stamp = _schedule_of(config), config, stamp
         if self.config is None:
             return
+        self._lock = lock_of(self.directory)  # before the summary, which is written before the lock is dropped
         summary = self.directory / SUMMARY_FILE
         self.summary = read_json(summary, Summary, most_bytes=1 << 20) if summary.exists() else None
         for replica in range(self.config.num_local_replicas):
@@ -421,11 +423,44 @@ class RunTail:
             return "not begun"
         if self.summary is not None:
             return "finished"
+        if self.is_stopped:
+            return "stopped"
         if self.last is None:
             return "begun, no step yet"
-        age = time.time() - max(tail.changed for tail in self._tails.values() if tail.steps.last)
-        is_silent = age > max(_SILENT_SECONDS, _SILENT_STEPS * self.last.step_seconds)
-        return f"silent for {age:.0f} s" if is_silent else "running"
+        if not self._is_silent:
+            return "running"
+        return "all steps are taken" if self.is_over else f"silent for {self._age_seconds:.0f} s"
+
+    @property
+    def _age_seconds(self) -> float:
+        """Time since the last step."""
+        return time.time() - max(tail.changed for tail in self._tails.values() if tail.steps.last)
+
+    @property
+    def _is_silent(self) -> bool:
+        """True if steps take longer than they did, by far."""
+        last = self.last
+        return last is not None and self._age_seconds > max(_SILENT_SECONDS, _SILENT_STEPS * last.step_seconds)
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if the run has ended before its end: no process holds its lock."""
+        return self.config is not None and self.summary is None and self._lock.is_held is False
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing more is to come: the run is finished or stopped.
+
+        A machine without replica 0 has neither summary nor lock: there it is over some time after the last step.
+        """
+        is_over_here = self._lock.is_held is None and self.part == 1 and self._is_silent
+        return not self.trouble and (self.summary is not None or self.is_stopped or is_over_here)
+
+    @property
+    def ending(self) -> str:
+        """The end of a stopped run and the command to go on with, as far as that is known; else empty."""
+        how = self._lock.how if self.is_stopped else ""
+        return "; ".join(filter(None, (how, self._lock.hint))) if how else ""
 
     def in_flight(self) -> dict[int, dict[int, int]]:
         """For each replica the fragments that it has sent and not merged since, with the steps of sending.
