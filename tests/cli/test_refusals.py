@@ -54,6 +54,7 @@ train tiny --seed                                  => --seed needs a value
 generate --max-tokens 5 runs/x --temperature abc   => --temperature takes a number, not 'abc'
 
 train tiny --num-tokens 7                          => than half a step of --global-batch·--sequence-length=512
+train tiny TEXT --model.width 1099511627776 => --model.vocab-size=257: the parameters alone take 2
 train tiny TEXT --diloco.freeze --diloco.fragments whole => --diloco.freeze
 train tiny --data.train short.txt --data.held-out-fraction 0.5 => holds 5 tokens, and a sequence of --seq
 train tiny --data.train text.jsonl --data.held-out short.txt => the held-out text holds 8 tokens, and a
