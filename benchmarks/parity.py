@@ -4,8 +4,8 @@
 
 1.2M parameters and 23,730 steps of 4 sequences of 256 tokens, as many steps as the papers' runs have. With the
 first seed both methods train at a grid of learning rates, extended while a method's best lies on its edge; then
-come, at the best rates, the other seeds, H = 100, τ = 5 and M = 4. Data-Parallel trains in one process, whose
-gradient of the whole batch is the average that replicas would exchange.
+come, at the best rates, the other seeds, H = 100, τ = 5 and 10, and M = 4 with η = 0.4 and 0.8. Data-Parallel
+trains in one process, whose gradient of the whole batch is the average that replicas would exchange.
 
 The first runs say most. DIR/results.csv is written after every run, and a run in it is not run again, even on
 another disk; an interrupted run is resumed, so the command may be stopped at any time.
@@ -26,16 +26,19 @@ LEARNING_RATES = (0.00141, 0.001, 0.002)
 """The best for 8 sequences a step, 0.002, divided by √2 for 4; then its neighbours (docs/results/quality.md)."""
 BASELINE, STREAMING = TUNED = ("data_parallel", "streaming")
 """Variants with a learning rate of their own; the others take that of STREAMING."""
-VARIANTS: dict[str, dict[str, int]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     BASELINE: {},
     STREAMING: {},
     "sync_every_100": {"sync_every": 100},
     "overlap_steps_5": {"overlap_steps": 5},
+    "overlap_steps_10": {"overlap_steps": 10},
     "num_replicas_4": {"num_replicas": 4},
+    "num_replicas_4_outer_0.8": {"num_replicas": 4, "outer_learning_rate": 0.8},
+    "num_replicas_4_outer_0.8_sync_every_100": {"num_replicas": 4, "outer_learning_rate": 0.8, "sync_every": 100},
 }
-"""The difference of each variant from Streaming DiLoCo with M = 2, H = 30, P = 3, τ = 1 and E3M0."""
-WITH_ALL_SEEDS = (*TUNED, "sync_every_100")
-"""The other variants train with the first seed alone."""
+"""The difference of each variant from Streaming DiLoCo with M = 2, H = 30, P = 3, τ = 1, η = 0.4 and E3M0."""
+NUM_SEEDS = {"overlap_steps_5": 2, "overlap_steps_10": 2}
+"""The seeds of the variants that train with fewer than all."""
 Setting = tuple[str, int, float]
 """Variant, seed and learning rate."""
 
@@ -64,8 +67,7 @@ def main() -> None:
     best = {variant: best_rate(rows, variant) for variant in TUNED}
     best |= dict.fromkeys(arguments.variants, best[STREAMING])
     train(*((variant, seed, best[variant]) for variant in TUNED for seed in others))
-    train(*((v, s, best[v]) for v in arguments.variants if v in WITH_ALL_SEEDS for s in arguments.seeds))
-    rows = train(*((v, first, best[v]) for v in arguments.variants))
+    rows = train(*((v, seed, best[v]) for v in arguments.variants for seed in arguments.seeds[: NUM_SEEDS.get(v)]))
     compare(rows, best)
 
 

@@ -61,6 +61,7 @@ train tiny --seed                                  => --seed needs a value
 generate --max-tokens 5 runs/x --temperature abc   => --temperature takes a number, not 'abc'
 
 train tiny --num-tokens 7                          => than half a step of --global-batch·--sequence-length=512
+train tiny TEXT --model.width 1099511627776 => --model.vocab-size=257: the parameters alone take 2
 train tiny TEXT --diloco.freeze --diloco.fragments whole => --diloco.freeze
 train tiny --data.train short.txt --data.held-out-fraction 0.5 => holds 5 tokens, and a sequence of --seq
 train tiny --data.train text.jsonl --data.held-out short.txt => the held-out text holds 8 tokens, and a
@@ -185,7 +186,7 @@ ls                                    => type diloco watch runs, or diloco watch
 tensorboard --logdir runs             => type diloco watch runs, or
 sample runs/a                         => type diloco generate runs/a (
 evaluate runs/a                       => type diloco eval runs/a (
-join s3://bucket/run                  => type diloco train RECIPE --rendezvous s3://bucket/run --name NAME
+join s3://bucket/run                  => type diloco train --rendezvous s3://bucket/run --name NAME
 help train                            => type diloco train --help
 text.jsonl                            => a command comes before a file, as in diloco watch text.jsonl
 -v                                    => unknown flag -v: did you mean --version?

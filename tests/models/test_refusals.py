@@ -57,6 +57,7 @@ REFUSALS: list[tuple[Act, str, str]] = [
         "model.width=16 must be a multiple of twice model.num_heads=3",
         "model.width model.num_heads",
     ),
+    (decoder(num_layers=10**9), "model.num_layers=1000000000 must be at most 4096", "model.num_layers"),
     (decoder(num_layers=0), "model.num_layers=0 must be at least 1", "model.num_layers"),
     (decoder(vocab_size=-1), "model.vocab_size=-1 must be at least 0", "model.vocab_size"),
     (lambda _: ladder("7B"), r"'7B' is not a size.*35M.*10B", ""),

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import shutil
 import socket
 import struct
@@ -19,6 +20,7 @@ from tests.cli.test_generate import likeliest
 from tests.report.test_looks import CUT
 from tests.report.test_server import EVIL, port_of
 
+from diloco.cli.main import main
 from diloco.errors import UserError
 from diloco.report import chat as chats
 from diloco.report.chat import MOST_CHARACTERS, Chat
@@ -239,6 +241,21 @@ def test_values_and_places_that_cant_be_are_refused_at_the_start(finished_run, t
             Chat(str(finished_run), **values)
     with pytest.raises(UserError, match="holds no run"):
         Chat(str(tmp_path))
+
+
+def test_the_command_serves_the_chat_on_the_page_of_its_run(finished_run, monkeypatch, capsys):
+    serve, answered = LiveServer.serve, []
+
+    def ask(server: LiveServer) -> None:
+        threading.Thread(target=serve, args=(server,)).start()
+        with urlopen(server.url, timeout=20) as page, urlopen(f"{server.url}chat.json", timeout=20) as facts:
+            answered.extend([b'id="ask"' in page.read(), json.load(facts)["max_tokens"]])
+        answered.append(events(post(server, question())[1])[0])
+
+    monkeypatch.setattr(LiveServer, "serve", ask)
+    main(["chat", str(finished_run), "--serve", "--max-tokens", "50"])
+    assert answered == [True, 50, {"step": 120}]
+    assert re.fullmatch(r"http://127\.0\.0\.1:[0-9]+/ \(Ctrl-C ends it\)\n", capsys.readouterr().out)
 
 
 def test_the_page_says_what_larger_models_take(server, finished_run):

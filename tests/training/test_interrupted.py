@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import torch.distributed.run as launcher
 from tests.ports import free_port
 from tests.processes import Program, program, run_replicas
@@ -38,6 +39,7 @@ from diloco.training.loop import train
 from diloco.training.prepare import prepare_run
 from diloco.training.processes import STORE
 from diloco.training.records.checkpoints import finished_steps
+from diloco.training.world import alone
 
 STEPS = 40
 NUM_MOMENTS = int(os.environ.get("NUM_MOMENTS", "2"))
@@ -162,6 +164,20 @@ def test_a_replica_that_does_not_answer_is_named_within_the_bound(config, tmp_pa
     first, _ = run_replicas(stop_beside_one_that_stands_still, 2, replace(config, runs=tmp_path), joined=False)
     expected = "stopped by SIGINT: this step is not saved by every replica: replica 1 did not answer within 1 s"
     assert first == expected and time.monotonic() - begin < 20
+
+
+def test_a_signal_ends_a_process_at_once_that_has_lost_the_store_of_all():
+    port = free_port()
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+    with stopping.stoppable() as stop:
+        stop.save_first(replace(alone(), store=client), 3)
+        del server
+        assert stop._listener is not None
+        stop._listener.join(10)
+        assert not stop.is_before(4)
+        with pytest.raises(Stopped, match=r"^stopped by SIGTERM: this step is not saved by every replica: "):
+            signal.raise_signal(signal.SIGTERM)
 
 
 def wait_for(condition, process: Program) -> None:

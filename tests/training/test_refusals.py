@@ -220,7 +220,7 @@ def test_a_file_that_holds_no_gradient_is_refused(content, tmp_path):
     ("changes", "fields"),
     [
         (with_model(width=HUGE), ("model.width", "model.vocab_size", "model.num_layers")),
-        (with_model(num_layers=HUGE), ("model.num_layers", "model.vocab_size", "model.width")),
+        (with_model(num_layers=4096, width=1 << 20), ("model.width", "model.num_layers", "model.vocab_size")),
         ({"sequence_length": HUGE, "num_tokens": 8 * HUGE}, ("sequence_length", "model.vocab_size")),
         ({"global_batch": HUGE, "num_tokens": 64 * HUGE}, ("global_batch", "sequence_length")),
         ({"evaluation": EvaluationConfig(batch=HUGE)}, ("evaluation.batch", "model.vocab_size")),

@@ -118,6 +118,8 @@ TRANSFORMER = {"model.family": HuggingFaceConfig.family, "model.architecture": '
         ),
         ({"global_batch": 0}, "entry 0 of the log can't be read: global_batch must be at least 1"),
         ({"data": "/etc", "model": 3}, "entry 0 of the log can't be read: .*model"),
+        ({"checkpoint": {"every_steps": 0}}, "entry 0 of the log can't be read: checkpoint is a section, and no"),
+        ({"model.num_layers": 10**9}, "entry 0 of the log can't be read: model.num_layers=1000000000 must be at"),
     ],
 )
 def test_what_a_joiner_can_not_take_from_a_log_is_refused(facts, sentence, tmp_path):

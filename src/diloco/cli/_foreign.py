@@ -116,7 +116,7 @@ VALUES = {
 COMMANDS = {
     "continue resume": "diloco train --resume {RUN}",
     "fine-tune finetune fit go launch pretrain run sft start": "diloco train {RECIPE}",
-    "connect join peer worker": "diloco train RECIPE --rendezvous {STORE} --name NAME",
+    "connect join peer worker": "diloco train --rendezvous {STORE} --name NAME",
     "benchmark_model evaluate lm_eval lm-eval score test validate": "diloco eval {RUN}",
     "complete infer inference prompt sample write": "diloco generate {RUN}",
     "ask talk": "diloco chat {RUN}",

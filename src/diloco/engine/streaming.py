@@ -556,10 +556,11 @@ class StreamingDiLoCo:
         if self.num_steps > self._kept_steps:
             warning = (
                 f"an engine ends after {self.num_steps} inner steps without finish(): what was in flight is lost, "
-                "and the model holds this replica's own parameters: add engine.finish() after the loop"
+                "and the model holds this replica's own parameters: add engine.finish() after the loop, unless an "
+                "error ended it"
             )
         elif not self.num_steps and self._loads.pending is None and self._count_changes() > self._num_changes:
-            warning = f"an engine ends whose model was trained, and no inner step was counted: {_COUNT}"
+            warning = f"an engine ends whose model has changed, and no inner step was counted: {_COUNT}"
         else:
             return
         if self._sound and self._membership.failure is None:

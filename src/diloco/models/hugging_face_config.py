@@ -33,7 +33,6 @@ WEIGHTS = ("model.safetensors", _INDEX := "model.safetensors.index.json")
 _FIXED = tyro.conf.Fixed
 _MOST_BYTES = 1 << 20
 """Size of the largest file that is read: no config takes as much."""
-_MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +67,6 @@ class HuggingFaceConfig(ModelConfig):
             values = None
         if not (isinstance(values, dict) and isinstance(values.get("model_type"), str)):
             raise UserError("model.architecture is no config.json of transformers", "model.architecture")
-        if self.num_layers > _MOST_LAYERS:
-            raise UserError(
-                f"model.num_layers={self.num_layers} must be at most {_MOST_LAYERS}", "model.num_layers"
-            )
         if self.lora is not None:
             parse_lora(self.lora)
             if not self.weights:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from diloco.models.language_model import LanguageModel
 
+_MOST_LAYERS = 4096
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ABC):
@@ -50,6 +52,10 @@ class ModelConfig(ABC):
         """Refuse sizes out of range; a family checks its own fields after these."""
         for name, least in (("num_layers", 1), ("width", 1), ("vocab_size", 0)):
             self._check_at_least(name, least)
+        if self.num_layers > _MOST_LAYERS:
+            raise UserError(
+                f"model.num_layers={self.num_layers} must be at most {_MOST_LAYERS}", "model.num_layers"
+            )
 
     def _check_at_least(self, name: str, least: int) -> None:
         if (value := getattr(self, name)) < least:

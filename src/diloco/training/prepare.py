@@ -21,7 +21,7 @@ from diloco.training.config.engine_settings import check_sends, checked_settings
 from diloco.training.config.joined import check_text as check_joined
 from diloco.training.config.joined import facts_of
 from diloco.training.config.recipes import recipe
-from diloco.training.config.resolve import Budget, resolved, with_budget, with_method_values
+from diloco.training.config.resolve import Budget, check_model, resolved, with_budget, with_method_values
 from diloco.training.processes import under_a_launcher
 from diloco.training.records.runs import check_text, check_unclaimed, resume_config
 from diloco.training.records.summary import open_held_out
@@ -88,14 +88,16 @@ def _checked_before_the_text(asked: TrainConfig, budget: Budget | None) -> Sched
         model = asked.model.fitted(vocab_size=ByteTokenizer.vocab_size, sequence_length=length)
     else:  # the fragments are the same, whatever the vocabulary
         model = replace(asked.model, vocab_size=asked.model.vocab_size or ByteTokenizer.vocab_size)
+    check_model(model, here=False)
     if asked.method == "data_parallel":
         return None
     return checked_settings(with_method_values(replace(asked, model=model))).schedule
 
 
 def _check_joined_text(url: str, prepared: Path) -> None:
+    facts = facts_of(url)
     try:
-        check_joined(facts_of(url), prepared)
+        check_joined(facts, prepared)
     except UserError as error:
         raise UserError(
             f"{error}: name the sources and the tokenizer that the run was created with by data.train and "

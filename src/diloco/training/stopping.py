@@ -65,7 +65,7 @@ class Stop:
                 return
         self._number, self._heard_at = self._number or number, self._heard_at or now
         if is_at_once or not is_first or not self._waits_for_step:
-            raise self.stopped(self._failure or self._where)
+            raise self.stopped((self._waits_for_step and self._failure) or self._where)
 
     def stopped(self, saved: str) -> Stopped:
         """The exception with which the run ends; `saved` says how far it is saved."""
@@ -132,8 +132,7 @@ class Stop:
             store.set(_step_of(self._rank), str(self._promise))
             self._last_step = self._largest_step(store)
         except (RuntimeError, ValueError) as error:
-            if self._number is not None:
-                self._fail(_not_saved(first_sentence(error)))
+            self._fail(_not_saved(first_sentence(error)))
 
     def _largest_step(self, store: dist.Store) -> int:
         """The largest of the steps that the processes have promised to end with."""
@@ -147,10 +146,15 @@ class Stop:
         return ", ".join(map(self._name_of, sorted(ranks)[:_MOST_NAMES]))
 
     def _fail(self, failure: str) -> None:
-        """Tell the others, and raise `Stopped` in the main thread, which may wait for a process that is gone."""
+        """Tell the others, and raise `Stopped` in the main thread, which may wait for a process that is gone.
+
+        Before a signal, do neither: the next one ends this process at once, since the others can't hear of it.
+        """
         if self._is_closed.is_set():
             return
         self._failure = failure
+        if self._number is None:
+            return
         if self._world is not None:
             self._world.exchange.abort(failure)
         main = threading.main_thread().ident

@@ -17,9 +17,10 @@ def made_up(
     for number, run in enumerate(one.runs):
         config = run.config
         params = replace(config.model, vocab_size=config.model.vocab_size or 257).num_matrix_params
-        loss = 30.0 * (params * config.num_tokens) ** -0.1 * (1 + 0.01 * run.labels["seed"]) * effect(run.labels)
-        row = {**run.labels, "run": str(number), "eval_loss": loss, "num_params": params}
+        row = {**run.labels, "run": str(number), "num_params": params}
         row |= {"num_tokens": config.num_tokens, "num_steps": config.num_steps}
+        loss = 30.0 * (params * config.num_tokens) ** -0.1 * (1 + 0.01 * run.labels["seed"]) * effect(row)
+        row["eval_loss"] = loss
         sign = 1 if effect(row) >= 1 else -1
         row |= {"eval_loss_replica": loss + 0.1 * sign, "eval_loss_average": loss + 0.01 * sign}
         row |= {

@@ -1,11 +1,16 @@
 """Comparisons of rows, seed by seed, and the verdicts on a claim that follow from them."""
 
+import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from diloco.scaling.gap_laws import GapLaw
+from diloco.scaling.power_laws import Estimate
+
 Row = Mapping[str, Any]
-Verdict = Literal["agrees", "disagrees", "cannot tell"]
+Verdict = Literal["agrees", "disagrees", "cannot tell", "within the band", "above the band", "below the band"]
 
 
 def finished(rows: Iterable[Row]) -> list[Row]:
@@ -73,10 +78,14 @@ class Change(NamedTuple):
             return "cannot tell"
         return common(value > at_least for value in values)
 
-    def rises_over(self, other: "Change") -> Verdict:
-        """The verdict of `rises` on the difference to another change, over the seeds that both have."""
+    def minus(self, other: "Change") -> "Change":
+        """The difference to another change, over the seeds that both have."""
         both = self.by_seed.keys() & other.by_seed.keys()
-        return Change({seed: self.by_seed[seed] - other.by_seed[seed] for seed in sorted(both)}).rises()
+        return Change({seed: self.by_seed[seed] - other.by_seed[seed] for seed in sorted(both)})
+
+    def rises_over(self, other: "Change") -> Verdict:
+        """The verdict of `rises` on the difference to another change."""
+        return self.minus(other).rises()
 
     def within(self, bound: float) -> Verdict:
         """Agrees if every seed lies between −bound and bound, disagrees if none does."""
@@ -85,6 +94,51 @@ class Change(NamedTuple):
     def at_most(self, bound: float) -> Verdict:
         """Agrees if every seed lies at the bound or below, disagrees if none does."""
         return common(value <= bound for value in self.by_seed.values())
+
+
+class Placed(NamedTuple):
+    """A gap and the band of a law at the same size.
+
+    >>> str(Placed(Change({0: 0.02, 1: 0.03}), Estimate(0.024, 0.01, 0.038)))
+    '+2.50 % (+2.00 … +3.00; band +1.0 … +3.8)'
+    """
+
+    gap: Change
+    band: Estimate
+
+    def __str__(self) -> str:
+        low, high = (f"{100 * (end or 0.0):+.1f}" for end in (self.band.low, self.band.high))
+        return f"{str(self.gap).removesuffix(')')}; band {low} … {high})" if self.gap.by_seed else str(self.gap)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Above or below the band if every seed is; else within it."""
+        values, low, high = self.gap.by_seed.values(), self.band.low, self.band.high
+        if low is None or high is None or not values:
+            return "cannot tell"
+        if min(values) > high or max(values) < low:
+            return "above the band" if min(values) > high else "below the band"
+        return "within the band"
+
+
+def placed(rows: Sequence[Row], one: Mapping[str, Any], other: Mapping[str, Any], law: GapLaw) -> Placed:
+    """The gap of the rows labelled `one` to those labelled `other`, and the law's band at their size."""
+    sizes = [float(row["num_params"]) for row in chosen(rows, **one)]
+    return Placed(change(rows, one, other), law.band(sizes[0]) if sizes else Estimate(math.nan))
+
+
+def of_bands(verdicts: Iterable[Verdict]) -> str:
+    """The verdict on several gaps, each beside its band.
+
+    >>> of_bands(["within the band", "below the band", "within the band"])
+    'within the band in 2 of 3, below the band in 1'
+    """
+    counts = Counter(verdicts)
+    if not counts or "cannot tell" in counts:
+        return "cannot tell"
+    (first, number), *others = sorted(counts.items(), key=lambda item: -item[1])
+    listed = (f"{first} in {number} of {counts.total()}", *(f"{verdict} in {n}" for verdict, n in others))
+    return ", ".join(listed) if others else first
 
 
 def common(answers: Iterable[bool]) -> Verdict:

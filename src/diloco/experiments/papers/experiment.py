@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from diloco.experiments.papers.comparison import Row, Verdict, finished
+from diloco.experiments.papers.comparison import Row, finished
 from diloco.experiments.papers.tiers import Tier
 from diloco.experiments.runner.grid import LabelledRun
 from diloco.simulator.wall_clock import NETWORKS, IdealizedRun, NetworkName
@@ -49,7 +49,8 @@ class Finding(NamedTuple):
     """A measured sentence, and whether the runs agree with the claim."""
 
     measured: str
-    verdict: Verdict
+    verdict: str
+    """A `Verdict`, or a sentence of several."""
 
 
 @dataclass(frozen=True, kw_only=True)

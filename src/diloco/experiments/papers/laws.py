@@ -1,10 +1,21 @@
 """The experiments of the scaling-laws paper (arXiv 2503.09799) that compare settings; the laws are in scaling/."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from diloco.experiments.papers.comparison import Change, Row, all_of, at_best, change, chosen, common, flops
+from diloco.experiments.papers.comparison import (
+    Change,
+    Row,
+    all_of,
+    at_best,
+    change,
+    chosen,
+    common,
+    flops,
+    of_bands,
+    placed,
+)
 from diloco.experiments.papers.experiment import (
     Experiment,
     Finding,
@@ -16,6 +27,7 @@ from diloco.experiments.papers.experiment import (
 )
 from diloco.experiments.papers.tiers import BASELINE, DILOCO, BatchGrid, CadenceGrid, Tier
 from diloco.experiments.runner.grid import LabelledRun
+from diloco.scaling.gap_laws import diloco_gap, larger_batch_from
 from diloco.scaling.table import published_table
 from diloco.training.config.config import TrainConfig
 
@@ -56,12 +68,25 @@ def sync_cadence(tier: Tier) -> Experiment:
                 listed.append(f"{_name(grid)} {_rates(complete, grid)}")
             rises.append([of_seed == sorted(of_seed) and of_seed[0] < of_seed[-1] for of_seed in complete])
         verdicts = [common(of_grid) if len(of_grid) > 1 else "cannot tell" for of_grid in rises]
-        measured = f"best outer learning rate, in each seed: {'; '.join(listed)}" if listed else "no run"
-        return Finding(measured, all_of(*verdicts))
+        if not listed:
+            return Finding("no run", "cannot tell")
+        costs = [_cost_of_period(rows, grid) for grid in tier.cadence_grids]
+        over = ", ".join(f"{_name(grid)} {cost}" for grid, cost in zip(tier.cadence_grids, costs, strict=True))
+        first, one, *_, larger = costs
+        measured = (
+            f"best outer learning rate, in each seed: {'; '.join(listed)}; loss at H = {_LONG} over {_SHORT}, "
+            f"each at its best rate: {over}"
+        )
+        verdict = (
+            f"{all_of(*verdicts)}; a long H costs less with one replica: {first.rises_over(one)}, and in a larger "
+            f"model: {first.rises_over(larger)}"
+        )
+        return Finding(measured, verdict)
 
     return Experiment(
         name="sync_cadence",
-        claim="The best outer learning rate rises with H, for every M and size.",
+        claim="The best outer learning rate rises with H, for every M and size. The loss rises with H, less so "
+        "with one replica and in larger models.",
         source="Figures 8 and 9",
         runs=over_seeds(tier, runs()),
         panels=panels,
@@ -82,6 +107,15 @@ def _best_rates(rows: Sequence[Row], grid: CadenceGrid, seed: int) -> list[Any]:
     of_grid = chosen(rows, size=grid.size, replicas=grid.replicas, seed=seed)
     by_period = [at_best(chosen(of_grid, H=period), "outer_learning_rate") for period in grid.sync_everies]
     return [best[0]["outer_learning_rate"] if best else None for best in by_period]
+
+
+def _cost_of_period(rows: Sequence[Row], grid: CadenceGrid) -> Change:
+    """The loss at a long H over that at a short one, each at its best η."""
+    best = at_best(chosen(rows, size=grid.size, replicas=grid.replicas), "outer_learning_rate", "H")
+    return change(best, {"H": _LONG}, {"H": _SHORT})
+
+
+_SHORT, _LONG = 5, 100
 
 
 def _rates(best: Sequence[Sequence[float]], grid: CadenceGrid) -> str:
@@ -122,18 +156,31 @@ def batch_size(tier: Tier) -> Experiment:
             costs = zip((0, *grid.replicas), (baseline, *others), strict=True)
             named = ", ".join(f"{_method(replicas)} {cost}" for replicas, cost in costs)
             listed.append(f"{grid.size}, {large} tokens over {small}, {grid.tokens}× the token budget: {named}")
-            verdict = all_of(*(baseline.rises_over(other) for other in others))
+            begins = {replicas: larger_batch_from(replicas) for replicas in grid.replicas}
+            num_params = max((float(row["num_params"]) for row in best), default=0.0)
+            tested = [
+                baseline.rises_over(other)
+                for replicas, other in zip(grid.replicas, others, strict=True)
+                if num_params >= begins[replicas]
+            ]
+            verdict = all_of(*tested) if tested else _not_at_this_size(begins)
         return Finding("; ".join(listed), verdict)
 
     return Experiment(
         name="batch_size",
-        claim="Larger batches cost DiLoCo less loss than Data-Parallel, already with one replica.",
+        claim="Larger batches cost DiLoCo less loss than Data-Parallel, already with one replica, from the size "
+        "on at which the laws of the best batch (Table 9) cross.",
         source="Figures 3 to 6 and 14 to 19",
         with_accuracy=True,
         runs=over_seeds(tier, runs()),
         panels=lambda rows: _batch_panels(tier, rows),
         finding=finding,
     )
+
+
+def _not_at_this_size(begins: Mapping[int, float]) -> str:
+    at = ", ".join(f"{num_params / 1e6:.3g}M parameters with M = {m}" for m, num_params in begins.items())
+    return f"the claim begins at {at}: it can't be tested at this size"
 
 
 def _batch_panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
@@ -191,32 +238,31 @@ def single_replica(tier: Tier) -> Experiment:
                 yield LabelledRun({"method": method, **labels}, _config(tier, replicas, options))
 
     def finding(rows: Sequence[Row]) -> Finding:
+        law = diloco_gap(1)
         gaps = {
-            (size, batch): change(
-                chosen(rows, size=size, batch=batch, multiple=1), {"method": DILOCO}, {"method": BASELINE}
+            (size, batch): placed(
+                chosen(rows, size=size, batch=batch, multiple=1), {"method": DILOCO}, {"method": BASELINE}, law
             )
             for size in tier.sizes
             for batch in tier.step_batches
         }
-        decisive = {size: gaps[size, most_steps] for size in tier.sizes}
         listed = [
-            f"{gap} at {size} in {_num_steps(tier, size, batch)} steps" for (size, batch), gap in gaps.items()
+            f"{gap if batch == most_steps else gap.gap} at {size} in {_num_steps(tier, size, batch)} steps"
+            for (size, batch), gap in gaps.items()
         ]
+        verdict = of_bands(gaps[size, most_steps].verdict for size in tier.sizes)
         if longest.tokens > 1:
             best = at_best(chosen(rows, multiple=longest.tokens), "rate", "method", "batch")
             longer = change(at_best(best, "batch", "method"), {"method": DILOCO}, {"method": BASELINE})
-            decisive[tier.base] = longer
             listed.append(
                 f"{longer} at {tier.base} with {longest.tokens}× the tokens, each at its best batch and rate"
             )
-        lower = (
-            Change({seed: -value for seed, value in gap.by_seed.items()}).rises() for gap in decisive.values()
-        )
-        return Finding(f"M = 1 over Data-Parallel: {', '.join(listed)}", all_of(*lower))
+        return Finding(f"M = 1 over Data-Parallel: {', '.join(listed)}", verdict)
 
     return Experiment(
         name="single_replica",
-        claim="DiLoCo with a single replica ends below Data-Parallel's loss at every size.",
+        claim="DiLoCo with a single replica ends below Data-Parallel's loss from 35M parameters on. By the law of "
+        "the gap it does so above 9.4M, and is up to 0.4 % above it in smaller models.",
         source="Finding 2, Table 4",
         with_accuracy=True,
         runs=over_seeds(tier, runs()),

@@ -47,6 +47,8 @@ def config_of(facts: Mapping[str, Any]) -> TrainConfig | None:
     for dotted, value in facts.items():
         *sections, name = dotted.split(".")
         if (sections or [name])[0] in _FIELDS:
+            if isinstance(value, dict):
+                raise FileError(f"entry 0 of the log can't be read: {dotted:.80} is a section, and no value")
             inner = values
             for section in sections:
                 inner = inner.setdefault(section, {})

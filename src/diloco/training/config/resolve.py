@@ -128,9 +128,10 @@ def parse_tokens(text: str) -> Budget:
     """
     word = text.strip().lower()
     try:
-        budget = (
-            Budget(float(word[:-1]), "tokens a parameter") if word[-1:] == "x" else Budget(count(word), "tokens")
-        )
+        if word.split() != [word]:
+            raise ValueError(word)
+        is_relative = word.endswith("x")
+        budget = Budget(count(word.removesuffix("x")), "tokens a parameter" if is_relative else "tokens")
     except ValueError:
         raise UserError(
             f"num_tokens={text} is no number of tokens: take one such as 1000000, 1e6 or 1M, or 20x for 20 tokens "
