@@ -121,9 +121,9 @@ def test_the_first_hour_by_the_commands_of_the_docs(tmp_path, monkeypatch):
         for command, block in commands_and_outputs(page.read_text()):
             if block:
                 check_shown(block, printed[command], exactly=command not in SHORTER)
-    for same in (" --name first", " --name both"), (" --name baseline", " --resume runs/baseline"):
-        first, second = (hashes(text) for name in same for c, text in printed.items() if c.endswith(name))
-        assert first == second and len(first) == 1
+    names = " --name first", " --name both"
+    first, both = (hashes(text) for name in names for c, text in printed.items() if c.endswith(name))
+    assert first == both and len(first) == 1
     own_loop, store = (text for end in ("own_loop.py", "wait") for c, text in printed.items() if c.endswith(end))
     assert replicas_agree(own_loop, num_processes=2) and losses(own_loop)[-1] < 1, "chance is log 32 = 3.47"
     assert len(hashes(store)) == 2 and len({*hashes(store)}) == 1
