@@ -25,7 +25,7 @@ def headline(run: RunTail) -> str:
     if config is None or run.last is None:
         return ""
     if summary is None:
-        params = rounded(config.model.num_trained_params)
+        params = rounded(config.model.num_params)
         replicas = "" if config.rendezvous is not None else f", {_replicas(config.num_replicas)}"
         return f"{params} parameters{replicas}: training loss {run.loss:.3g} at {run.part:.0%} of the run"
     sentence = (
@@ -103,7 +103,7 @@ def _model(config: TrainConfig) -> str:
         "vocab_size": "tokens in the vocabulary",
     }
     parts = [f"{getattr(model, name):,} {noun}" for name, noun in sizes.items() if getattr(model, name, 0)]
-    return f"{model.num_trained_params:,} parameters" + (f": {', '.join(parts)}" if parts else "")
+    return f"{model.num_params:,} parameters" + (f": {', '.join(parts)}" if parts else "")
 
 
 def _data(config: TrainConfig) -> str:
