@@ -327,9 +327,7 @@ def test_runs_are_set_beside_the_data_parallel_one(finished_run, baseline, tmp_p
     assert totals == [pytest.approx(factor * sent_by(finished_run), rel=1e-4) for factor in (1, 87)]
     assert sent["y_log"] and "logarithmic" in sent["y"]
     names = compared["table"]["columns"]
-    assert (
-        names[:5] == ["run", "state", "held-out loss", "sent", "method"] and "wire" in names[names.index("step") :]
-    )
+    assert names[:6] == ["run", "state", "held-out loss", "sent", "method", "loss, last 5 %"]
     column = names.index("sent")
     assert [one["value"] for one in sent["series"]] == [row[column] for row in compared["table"]["rows"]]
     for section in (compared, *runs):  # on common axes: a curve on a linear one would be flat

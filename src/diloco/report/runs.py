@@ -11,7 +11,17 @@ import numpy as np
 
 from diloco.report.page import BLACK, Chart, Lane, Points, Section, Series, Table
 from diloco.report.setup import CommandOf, comparison_headline, headline, samples, setup
-from diloco.report.text import Label, cell, differing_settings, duration, factor, megabytes, short, shown_names
+from diloco.report.text import (
+    Label,
+    Setting,
+    cell,
+    differing_settings,
+    duration,
+    factor,
+    megabytes,
+    short,
+    shown_names,
+)
 from diloco.training.config.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.records.summary import Summary
@@ -250,7 +260,7 @@ _COMPARED_AFTER = {
     **{LOSS: "loss, last 5 %", UTILIZATION: "utilization", "tokens/s": "tokens/s", "time": "time"},
     **{"step": "step", "ETA": "ETA"},
 }
-"""Facts after the settings; those that a method does not have come last."""
+"""Facts after the settings."""
 
 
 def _comparison(runs: Sequence[RunTail], labels: Sequence[Label], *, with_charts: bool) -> Section:
@@ -274,11 +284,10 @@ def _compared(runs: Sequence[RunTail], labels: Sequence[Label]) -> Table:
     settings = differing_settings([run.config for run in runs])
     columns = {"run": [label.name for label in labels], "state": [run.standing for run in runs]}
     columns |= {short_name: [one.get(name, "") for one in facts] for name, short_name in _COMPARED.items()}
-    named = dict(zip(shown_names(settings), settings.values(), strict=True))
-    of_all = {name: list(map(cell, values)) for name, values in named.items() if "None" not in values}
-    columns |= of_all
+    settings = {name: values for name, values in settings.items() if not _follows(name, values, settings)}
+    for name, values in zip(shown_names(settings), settings.values(), strict=True):
+        columns[name] = list(map(cell, values))
     columns |= {short_name: [one.get(name, "") for one in facts] for name, short_name in _COMPARED_AFTER.items()}
-    columns |= {name: list(map(cell, values)) for name, values in named.items() if name not in of_all}
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     both = (_COMPARED | _COMPARED_AFTER).items()
     return Table(
@@ -287,6 +296,11 @@ def _compared(runs: Sequence[RunTail], labels: Sequence[Label]) -> Table:
         colors=[*range(len(runs))],
         meanings={short_name: with_meaning(name, name) for name, short_name in both if short_name != name},
     )
+
+
+def _follows(name: str, values: Sequence[Setting], settings: Mapping[str, Sequence[Setting]]) -> bool:
+    """True for a setting that one method has and another has not, and that is the same where it is."""
+    return "method" in settings and name.startswith("diloco.") and len({*values} - {"None"}) == 1
 
 
 def _run_charts(run: RunTail) -> Iterator[Chart]:
@@ -434,7 +448,8 @@ def _bytes_chart(runs: Sequence[_Named]) -> Chart:
         each = _data_parallel_step_bytes(run, run.config)
         steps = zip(run.first.bins, accumulate(one.num_steps for one in run.first.bins), strict=True)
         points = [_point(one.last, each * count) for one, count in steps if each]
-        series.append(Series(label="Data-Parallel, FP32", color=1, points=points))
+        total = megabytes(points[-1][1]) if points else ""
+        series.append(Series(label="Data-Parallel, FP32", color=1, points=points, value=total))
         about = "Sum over the run so far, beside what Data-Parallel would have sent by then."
     return Chart(
         title="Bytes sent by a replica", x=_TOKENS, y="bytes, logarithmic", series=series, about=about, y_log=True
