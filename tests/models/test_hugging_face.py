@@ -74,7 +74,9 @@ def test_blocks_and_fragments_are_found(folder):
 def test_the_counts_are_those_of_the_matrices(folder):
     config = hugging_face_model(str(folder))
     assert config.num_matrix_params == 12 * 4 * 32**2 + (257 + 64) * 32
-    assert config.num_trained_params == config.num_matrix_params
+    assert (
+        config.num_trained_params == config.num_params == sum(p.numel() for p in config.build(seed=0).parameters())
+    )
     assert (config.num_layers, config.width, config.vocab_size) == (4, 32, 257)
 
 

@@ -20,6 +20,7 @@ from diloco.cli.train import _parsed as parsed
 from diloco.experiments.papers import experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.rows import write_rows
+from diloco.report.reach import reach
 from diloco.report.setup import moment
 from diloco.report.sources import Sources
 from diloco.report.text import differing_settings, shown_names
@@ -27,7 +28,7 @@ from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import Budget
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.records.metrics import read_metrics
-from diloco.training.records.runs import read_asked
+from diloco.training.records.runs import read_asked, read_config
 
 EVIL = "$x$ & </script><script>document.title=1<"
 EXPERIMENTS = ("compression", "evaluated_parameters", "scaling")
@@ -173,6 +174,17 @@ def test_the_result_comes_first_and_the_command_makes_the_run_again(run, finishe
     assert replace(command.config, runs=asked.runs, data=data, num_tokens=asked.num_tokens) == asked
 
 
+def test_the_number_of_parameters_is_that_of_the_built_model_everywhere(run, finished_run, tmp_path):
+    config = read_config(finished_run)
+    assert config.model.num_params == sum(one.numel() for one in config.model.build(seed=0).parameters()) == 57_792
+    assert run["facts"]["parameters"] == "57,792" and run["setup"]["model"].startswith("57,792 parameters: ")
+    far = reach(config, num_tokens=1, tokens_per_second=None)
+    assert far is not None and far.this.startswith("This model has 57.8k parameters ")
+    begun = tmp_path / "begun"
+    shutil.copytree(finished_run, begun, ignore=shutil.ignore_patterns("checkpoints", "summary.json"))
+    assert reported(tmp_path, begun)["sections"][0]["headline"].startswith("57.8k parameters")
+
+
 @pytest.mark.parametrize(("ratio", "claim", "fact"), [(1.5, ", 1.5× fewer", ", 1.5× as"), (0.5, "", ", 0.5× as")])
 def test_a_run_that_sends_more_than_data_parallel_does_not_say_fewer(finished_run, tmp_path, ratio, claim, fact):
     run = tmp_path / "run"
@@ -268,11 +280,14 @@ def test_several_runs_are_compared_at_the_top(finished_run, tmp_path):
     columns = dict(zip(compared["table"]["columns"], zip(*compared["table"]["rows"], strict=True), strict=True))
     assert (columns["run"], columns["learning_rate"]) == (("streaming", "other"), ("0.004", "0.25"))
     names = [*columns]
-    assert names[:4] == ["run", "state", "step", "held-out loss"] and names[-1] == "learning_rate"
+    assert names[:5] == ["run", "state", "held-out loss", "sent", "learning_rate"]
     assert compared["table"]["colors"] == [0, 1] == [one["color"] for one in runs]
-    assert compared["headline"] == f"Lowest held-out loss: streaming, {summary['eval_loss']:.4g}; then other 9.25"
+    percent = 100 * (9.25 / summary["eval_loss"] - 1)
+    assert compared["headline"] == (f"other: held-out loss {percent:.1f} % above streaming's, as many bytes sent")
     assert columns["held-out loss"][1].startswith("9.2500")
-    assert len({*columns["training loss, mean of the last 5 % of steps"]}) == 1
+    assert len({*columns["loss, last 5 %"]}) == 1
+    meaning = "training loss, mean of the last 5 % of steps"
+    assert compared["table"]["meanings"]["loss, last 5 %"] == meaning
     held_out = charts_of(compared)["Held-out loss"]["series"]
     assert [(series["label"], series["points"][-1][1]) for series in held_out if not series["thin"]] == [
         ("learning_rate=0.004", pytest.approx(summary["eval_loss"], rel=1e-4)),
@@ -281,6 +296,74 @@ def test_several_runs_are_compared_at_the_top(finished_run, tmp_path):
     assert shown_names(["checkpoint.every_steps", "seed", "evaluation.every_steps"]) == [
         *("checkpoint.every_steps", "seed", "evaluation.every_steps"),
     ]
+
+
+@pytest.fixture
+def baseline(finished_run, tmp_path) -> Path:
+    """The same run as a Data-Parallel one that sent 87 times as much and whose held-out loss is 3.3 % lower."""
+    other = tmp_path / "baseline"
+    shutil.copytree(finished_run, other, ignore=shutil.ignore_patterns("checkpoints"))
+    config, summary = (json.loads((other / f"{name}.json").read_text()) for name in ("config", "summary"))
+    (other / "config.json").write_text(json.dumps(config | {"method": "data_parallel"}))
+    changed = {"eval_loss": summary["eval_loss"] / 1.033, "bytes_sent_per_replica": 87 * sent_by(finished_run)}
+    (other / "summary.json").write_text(json.dumps(summary | changed | {"method": "data_parallel"}))
+    for path in other.glob("metrics-*.jsonl"):
+        steps = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [json.dumps(step | {"bytes_sent": 87 * step["bytes_sent"]}) for step in steps]
+        path.write_text("".join(f"{line}\n" for line in lines))
+    return other
+
+
+def sent_by(run: Path) -> int:
+    return json.loads((run / "summary.json").read_text())["bytes_sent_per_replica"]
+
+
+def test_runs_are_set_beside_the_data_parallel_one(finished_run, baseline, tmp_path):
+    compared, *runs = reported(tmp_path, finished_run, baseline)["sections"]
+    assert compared["headline"] == "streaming: held-out loss 3.3 % above baseline's, 87× fewer bytes sent"
+    charts = charts_of(compared)
+    sent = charts["Bytes sent by a replica"]
+    totals = [one["points"][-1][1] for one in sent["series"]]
+    assert totals == [pytest.approx(factor * sent_by(finished_run), rel=1e-4) for factor in (1, 87)]
+    assert sent["y_log"] and "logarithmic" in sent["y"]
+    names = compared["table"]["columns"]
+    assert names[:6] == ["run", "state", "held-out loss", "sent", "method", "loss, last 5 %"]
+    column = names.index("sent")
+    assert [one["value"] for one in sent["series"]] == [row[column] for row in compared["table"]["rows"]]
+    for section in (compared, *runs):  # on common axes: a curve on a linear one would be flat
+        rate = charts_of(section)["Sent by a replica"]
+        assert rate["y"] == "Mbit/s, logarithmic" and rate["y_log"] and not rate["from_zero"]
+        assert all(point[1] > 0 for one in rate["series"] for point in one["points"])
+    assert not compared["charts"][0]["x_log"]
+
+
+def test_runs_of_different_lengths_share_a_logarithmic_axis(finished_run, tmp_path):
+    short = tmp_path / "short"
+    shutil.copytree(finished_run, short, ignore=shutil.ignore_patterns("checkpoints", "summary.json"))
+    for path in short.glob("metrics-*.jsonl"):
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:11]))
+    for section in reported(tmp_path, finished_run, short)["sections"]:
+        chart = charts_of(section)["Training loss"]
+        assert chart["x_log"] and chart["x"] == "tokens of all replicas, logarithmic"
+
+
+def test_the_speed_is_one_number_in_facts_legends_and_comparison(finished_run, tmp_path):
+    """In a store too, whose summary counts each contributor as if it had been there from first to last."""
+    joined = tmp_path / "joined"
+    shutil.copytree(finished_run, joined, ignore=shutil.ignore_patterns("checkpoints", "metrics-1.jsonl"))
+    config, summary = (json.loads((joined / f"{name}.json").read_text()) for name in ("config", "summary"))
+    (joined / "config.json").write_text(json.dumps(config | {"num_replicas": 1, "rendezvous": "store"}))
+    changed = {"num_replicas": 3, "tokens_per_second": 1.5 * summary["tokens_per_second"]}
+    (joined / "summary.json").write_text(json.dumps(summary | changed))
+    compared, *runs = reported(tmp_path, finished_run, joined)["sections"]
+    column = compared["table"]["columns"].index("tokens/s")
+    numbers = [row[column] for row in compared["table"]["rows"]]
+    assert numbers == [run["facts"]["tokens/s"] for run in runs]
+    for section, values in ((compared, numbers), *((run, [n]) for run, n in zip(runs, numbers, strict=True))):
+        assert [one["value"] for one in charts_of(section)["Speed of all replicas"]["series"]] == values
+    steps = read_metrics(joined, 0)
+    pace = (steps[-1].tokens - steps[0].tokens) / sum(step.step_seconds for step in steps[1:])
+    assert float(numbers[1].replace(",", "")) == pytest.approx(pace, abs=0.51)
 
 
 def test_a_run_that_goes_on_is_reported_so_far(finished_run, tmp_path, capsys):

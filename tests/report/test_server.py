@@ -94,8 +94,8 @@ def test_the_page_has_the_curves_and_the_facts_of_every_run(runs, serve, finishe
     assert float(whole["facts"]["held-out loss"].split()[0]) == pytest.approx(summary["eval_loss"], abs=5e-5)
     charts = {chart["title"].partition(",")[0]: chart["series"] for chart in compared["charts"]}
     assert list(charts) == [
-        *("Training loss", "Held-out loss", "Speed of all replicas", "Compute utilization"),
-        *("Sent by a replica", "Merged by a replica"),
+        *("Training loss", "Held-out loss", "Bytes sent by a replica", "Speed of all replicas"),
+        *("Compute utilization", "Sent by a replica", "Merged by a replica"),
     ]
     means = [series for series in charts["Held-out loss"] if not series["thin"]]
     assert [one["points"][-1][0] for one in means] == [30720, 61440]
@@ -310,7 +310,7 @@ def test_a_browser_draws_a_run_while_it_goes_on(runs, serve, finished_run, tmp_p
     with opened_page(tmp_path / "profile") as page:
         page.open(serve(runs).url, size=PHONE)
         page.wait_until(
-            "document.querySelectorAll('figure').length == 6 + 9 + 10"
+            "document.querySelectorAll('figure').length == 7 + 9 + 10"
         )  # one held-out loss is no curve
         assert page.value(step) == "60 of 120"
         before = page.value(curve)
@@ -328,7 +328,7 @@ def test_a_browser_draws_a_run_while_it_goes_on(runs, serve, finished_run, tmp_p
         assert page.value("document.querySelectorAll('img').length") == 0 and page.value("document.title") != "1"
         # What was folded stays so when there is news.
         page.value("document.querySelectorAll('main > details > summary')[2].click()")
-        page.wait_until("document.querySelectorAll('figure').length == 6 + 10")
+        page.wait_until("document.querySelectorAll('figure').length == 7 + 10")
         page.resize(DESK)
         page.wait_until("new Set([...document.querySelectorAll('figure')].map(f => f.offsetLeft)).size == 3")
         assert page.console == []

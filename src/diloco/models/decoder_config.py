@@ -56,6 +56,16 @@ class DecoderConfig(ModelConfig):
         """
         return 12 * self.num_layers * self.width**2 + self.vocab_size * self.width
 
+    @property
+    def num_params(self) -> int:
+        """The matrices and the gains: of two norms of the width and two of a head per layer, and of the last norm.
+
+        >>> DecoderConfig(num_layers=1, num_heads=1, width=2, vocab_size=5).num_params
+        68
+        """
+        gains = 2 * self.num_layers * (self.width + self.width // self.num_heads) + self.width
+        return self.num_matrix_params + gains
+
     def to_hugging_face(
         self, state: Mapping[str, "Tensor"], *, context: int, bos_id: int
     ) -> tuple[dict[str, Any], dict[str, "Tensor"]]:

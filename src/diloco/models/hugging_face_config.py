@@ -127,12 +127,17 @@ class HuggingFaceConfig(ModelConfig):
     @property
     def num_matrix_params(self) -> int:
         """All parameters but gains and biases, those of all experts included."""
-        return _num_params(self, trained=False)
+        return sum(size for size, num_dims, _ in _sizes(self) if num_dims > 1)
+
+    @property
+    def num_params(self) -> int:
+        """All parameters, those of all experts and of the adapters included."""
+        return sum(size for size, _, _ in _sizes(self))
 
     @property
     def num_trained_params(self) -> int:
         """The parameters that are trained, and so exchanged: those of the whole model, or of the adapters."""
-        return _num_params(self, trained=True)
+        return sum(size for size, _, is_trained in _sizes(self) if is_trained)
 
     @property
     def slow_imports(self) -> tuple[str, ...]:
@@ -164,13 +169,13 @@ class HuggingFaceConfig(ModelConfig):
 
 
 @cache
-def _num_params(config: HuggingFaceConfig, *, trained: bool) -> int:
-    """The parameters of two dimensions or more, or those that are trained."""
+def _sizes(config: HuggingFaceConfig) -> list[tuple[int, int, bool]]:
+    """The elements and dimensions of each parameter, and True where it is trained."""
     import torch
 
     with torch.device("meta"):
         model = config.build(seed=0)
-    return sum(p.numel() for p in model.parameters() if p.dim() > 1 and (p.requires_grad or not trained))
+    return [(parameter.numel(), parameter.dim(), parameter.requires_grad) for parameter in model.parameters()]
 
 
 def _drawn(config: HuggingFaceConfig) -> "nn.Module":

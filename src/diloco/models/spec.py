@@ -97,9 +97,14 @@ class ModelConfig(ABC):
         """The parameters that scaling laws count: all but gains and biases."""
 
     @property
-    def num_trained_params(self) -> int:
-        """The parameters that are trained, and so exchanged, of those that `num_matrix_params` counts."""
+    def num_params(self) -> int:
+        """All parameters; a family whose model has gains or biases adds them."""
         return self.num_matrix_params
+
+    @property
+    def num_trained_params(self) -> int:
+        """The parameters that are trained, and so exchanged."""
+        return self.num_params
 
     @property
     def slow_imports(self) -> tuple[str, ...]:

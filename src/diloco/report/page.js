@@ -32,6 +32,13 @@ function shape(name, attributes, text) {
   return made;
 }
 
+// A number as legends show it: bytes and rates with their unit.
+function valued(chart, value) {
+  const [unit] = chart.y.split(",");
+  if (unit === "bytes") return `${number(value)}B`.replace(/([TGMk]?)B$/, " $1B");
+  return unit.endsWith("/s") ? `${number(value)} ${unit}` : number(value);
+}
+
 function number(value) {
   const size = Math.abs(value);
   for (const [unit, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])
@@ -95,7 +102,7 @@ function legend(section, chart) {
     else if (!chart.names.length) line.append(curve(one, "M0 5H26"));
     if (!chart.lanes.length && !chart.is_history)
       line.append(shape("circle", { cx: 13, cy: 5, r: 3, class: color(one.color), fill: "currentColor" }));
-    const value = one.value || (chart.is_history && one.points.length ? number(last(one.points)[1]) : "");
+    const value = one.value || (chart.is_history && one.points.length ? valued(chart, last(one.points)[1]) : "");
     const text = value ? ` ${value}` : "";
     const shownValue = element("b", text);
     shownValue.dataset.label = one.label;
@@ -159,7 +166,7 @@ function visible(section, chart) {
 function ends(chart, series) {
   const points = series.flatMap((one) => one.points);
   if (!points.length) return null;
-  const from = chart.is_history && shown.value === "1" ? 0 : points[0][0];
+  const from = chart.is_history && shown.value === "1" && !chart.x_log ? 0 : points[0][0];
   const inX = chart.names.length ? [-0.5, chart.names.length - 0.5] : range(points.map((point) => point[0]), from);
   return [inX, range(points.flatMap((point) => point.slice(1)), chart.from_zero ? 0 : points[0][1])];
 }
@@ -218,7 +225,7 @@ function point(svg, chart, at, x, bottom) {
   svg.querySelector("text").textContent = `${chart.x}: ${number(end)}`;
   for (const [one, [, value]] of at) {
     const shownValue = [...svg.parentElement.querySelectorAll(".legend b")].find((b) => b.dataset.label === one.label);
-    if (one.label && shownValue) shownValue.textContent = ` ${number(value)}`;
+    if (one.label && shownValue) shownValue.textContent = ` ${valued(chart, value)}`;
   }
 }
 
@@ -282,8 +289,9 @@ function dot(index) {
   return svg;
 }
 
-function table({ columns, rows, colors }) {
+function table({ columns, rows, colors, meanings }) {
   const head = element("tr", "", ...columns.map((name) => element("th", "", ...breakable(name))));
+  columns.forEach((name, index) => { if (meanings[name]) head.children[index].title = meanings[name]; });
   const body = rows.map((row, index) => {
     const cells = row.map((cell, column) => element("td", "", ...(column ? [cell] : breakable(cell))));
     if (colors.length) cells[0].prepend(dot(colors[index]));

@@ -87,6 +87,8 @@ class Table:
     rows: Sequence[Sequence[str]]
     colors: Sequence[int] = ()
     """Numbers of the rows' colours, where the rows have curves."""
+    meanings: dict[str, str] = field(default_factory=dict)
+    """The definitions of columns, by name."""
 
 
 @dataclass(kw_only=True)

@@ -33,7 +33,7 @@ def reach(config: TrainConfig, *, num_tokens: int, tokens_per_second: float | No
         num_tokens: tokens that it has read.
         tokens_per_second: of all its replicas; None if that is not known.
     """
-    num_params = config.model.num_matrix_params
+    num_params = config.model.num_params
     larger = [finding for finding in FINDINGS if finding.num_params > num_params]
     if not isinstance(config.model, DecoderConfig) or not larger:
         return None

@@ -6,13 +6,22 @@ Losses and utilization are means over the replicas; times and bytes are those of
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 
 from diloco.report.page import BLACK, Chart, Lane, Points, Section, Series, Table
 from diloco.report.setup import CommandOf, comparison_headline, headline, samples, setup
-from diloco.report.text import Label, cell, differing_settings, duration, factor, megabytes, short, shown_names
+from diloco.report.text import (
+    Label,
+    Setting,
+    cell,
+    differing_settings,
+    duration,
+    factor,
+    megabytes,
+    short,
+    shown_names,
+)
 from diloco.training.config.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.records.summary import Summary
@@ -23,12 +32,15 @@ _MEANINGS = {LOSS: LOSS_MEANING, UTILIZATION: "mean of all steps"}
 """The definitions of results, which are named where they are shown."""
 _MOST_FLIGHTS = 8
 _MOST_RATES = 32
+_MOST_LENGTHS, _MOST_SPREAD = 10, 30
+"""Ratios of the runs' lengths, and of their rates of sending, up to which linear axes show all of them."""
 _MOST_OPEN = 4
 """Runs up to which the page unfolds the section of each."""
 _MOST_TIMELINES = 8
 """Replicas whose sends and merges are drawn."""
 _TOKENS = "tokens of all replicas"
 _NATS = "nats per token"
+_RATE = "Mbit/s"
 
 
 def with_meaning(name: str, text: str) -> str:
@@ -48,6 +60,7 @@ def run_facts(run: RunTail) -> dict[str, str]:
         "ETA": duration(run.eta_seconds) if run.eta_seconds is not None and run.standing == "running" else "",
         LOSS: _text(LOSS, run.loss),
         **(_facts_so_far(run, config) if run.summary is None else summary_facts(run.summary)),
+        "tokens/s": _text("tokens/s", run.tokens_per_second),
         f"blocked in replica {replica}": f"{first.blocked_seconds:.1f} s of {first.seconds:.0f} s",
         "merged per replica": megabytes(first.bytes_received) if first.bytes_received else "",
         "in flight": _in_flight_text(run.in_flight()),
@@ -110,7 +123,7 @@ def _facts_so_far(run: RunTail, config: TrainConfig) -> dict[str, str]:
         {
             "held-out loss": run.eval_loss,
             "tokens": last.tokens,
-            "tokens/s": first.tokens_per_second,
+            "tokens/s": run.tokens_per_second,
             UTILIZATION: run.compute_utilization,
             "time": first.seconds,
             "MFU": last.model_flops_utilization,
@@ -191,7 +204,7 @@ def run_sections(
         command_of: tells the command line of a run.
     """
     compared = [_comparison(runs, labels, with_charts=with_charts)] if len(runs) > 1 else []
-    return compared + [
+    sections = compared + [
         Section(
             title=str(label),
             color=index if compared else BLACK,
@@ -210,6 +223,23 @@ def run_sections(
         for index, (run, label) in enumerate(zip(runs, labels, strict=True))
         for facts in (run_facts(run),)
     ]
+    _fit_axes([chart for section in sections for chart in section.charts], [run for run in runs if run.last])
+    return sections
+
+
+def _fit_axes(charts: Sequence[Chart], runs: Sequence[RunTail]) -> None:
+    """Make the axes logarithmic on which a run would be a smear, or a flat curve, beside another one."""
+    lengths = [run.last.tokens for run in runs if run.last is not None]
+    rates = [run.first.bytes_sent / run.first.seconds for run in runs if run.first.bytes_sent]
+    are_lengths_apart = max(lengths, default=0) > _MOST_LENGTHS * min(lengths, default=0)
+    are_rates_apart = max(rates, default=0) > _MOST_SPREAD * min(rates, default=0)
+    for chart in charts:
+        if chart.x == _TOKENS and are_lengths_apart:
+            chart.x, chart.x_log = f"{_TOKENS}, logarithmic", True
+        if chart.y == _RATE and are_rates_apart:
+            chart.y, chart.y_log, chart.from_zero = f"{_RATE}, logarithmic", True, False
+            for one in chart.series:
+                one.points = [point for point in one.points if point[1] > 0]
 
 
 _MAIN = ("held-out loss", LOSS, "bits per byte", "sent per replica", UTILIZATION, "tokens/s", "time")
@@ -224,50 +254,60 @@ def _notes(run: RunTail) -> list[str]:
     return [*ending, f"No metrics of replica{'s' * (len(absent) > 1)} {', '.join(absent)} are on this machine."]
 
 
-_COMPARED = (
-    *("ETA", "step", "held-out loss", LOSS, "sent per replica", UTILIZATION),
-    *("tokens/s", "time"),
-)
-"""Facts in which runs are compared."""
+_COMPARED = {"held-out loss": "held-out loss", "sent per replica": "sent"}
+"""Facts in which runs are compared before the settings in which they differ: their names in the table."""
+_COMPARED_AFTER = {
+    **{LOSS: "loss, last 5 %", UTILIZATION: "utilization", "tokens/s": "tokens/s", "time": "time"},
+    **{"step": "step", "ETA": "ETA"},
+}
+"""Facts after the settings."""
 
 
 def _comparison(runs: Sequence[RunTail], labels: Sequence[Label], *, with_charts: bool) -> Section:
     """The results of several runs, the settings in which they differ, and their curves beside each other."""
-    facts = [run_facts(run) for run in runs]
-    columns = {"run": [label.name for label in labels], "state": [run.standing for run in runs]}
-    for name in _COMPARED:
-        columns[with_meaning(name, name)] = [one.get(name, "") for one in facts]
-    settings = differing_settings([run.config for run in runs])
-    for name, values in zip(shown_names(settings), settings.values(), strict=True):
-        columns[name] = list(map(cell, values))
-    columns = {name: cells for name, cells in columns.items() if any(cells)}
     names, started = short(labels), [index for index, run in enumerate(runs) if run.last is not None]
     charts: list[Chart] = []
     if with_charts:
         named = [(names[i], i, runs[i]) for i in started]
-        charts = [*loss_charts(named), *_rate_charts(named, [_Curve(*one[:2], one[2].first) for one in named])]
+        charts = [*loss_charts(named), _bytes_chart(named), *_rate_charts(named)]
     return Section(
         title=f"{len(runs)} runs",
         headline=comparison_headline([label.name for label in labels], runs),
         charts=[*_drawn(charts)],
-        table=Table(
-            columns=list(columns), rows=list(zip(*columns.values(), strict=True)), colors=[*range(len(runs))]
-        ),
+        table=_compared(runs, labels),
     )
 
 
-class _Curve(NamedTuple):
-    label: str
-    color: int
-    steps: ReplicaSteps
+def _compared(runs: Sequence[RunTail], labels: Sequence[Label]) -> Table:
+    """A row for each run: its results, and the settings in which it differs from the others."""
+    facts = [run_facts(run) for run in runs]
+    settings = differing_settings([run.config for run in runs])
+    columns = {"run": [label.name for label in labels], "state": [run.standing for run in runs]}
+    columns |= {short_name: [one.get(name, "") for one in facts] for name, short_name in _COMPARED.items()}
+    settings = {name: values for name, values in settings.items() if not _follows(name, values, settings)}
+    for name, values in zip(shown_names(settings), settings.values(), strict=True):
+        columns[name] = list(map(cell, values))
+    columns |= {short_name: [one.get(name, "") for one in facts] for name, short_name in _COMPARED_AFTER.items()}
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    both = (_COMPARED | _COMPARED_AFTER).items()
+    return Table(
+        columns=list(columns),
+        rows=list(zip(*columns.values(), strict=True)),
+        colors=[*range(len(runs))],
+        meanings={short_name: with_meaning(name, name) for name, short_name in both if short_name != name},
+    )
+
+
+def _follows(name: str, values: Sequence[Setting], settings: Mapping[str, Sequence[Setting]]) -> bool:
+    """True for a setting that one method has and another has not, and that is the same where it is."""
+    return "method" in settings and name.startswith("diloco.") and len({*values} - {"None"}) == 1
 
 
 def _run_charts(run: RunTail) -> Iterator[Chart]:
     if run.last is None or run.config is None:
         return
-    curves = [_Curve(f"replica {m}", index, steps) for index, (m, steps) in enumerate(run.replicas.items())]
     named = [("", 0, run)]
-    yield from _drawn([*loss_charts(named), _bytes_chart(run, run.config), *_rate_charts(named, curves)])
+    yield from _drawn([*loss_charts(named), _bytes_chart(named), *_rate_charts(named)])
     if any(steps.first_merges for steps in run.replicas.values()):
         yield _timeline(run, run.config.diloco.sync_every)
     bins = run.first.outer_bins
@@ -346,31 +386,36 @@ def _text(name: str, value: float | None) -> str:
     return "" if value is None else _FORMATS[name](value)
 
 
-def _rate_charts(runs: Sequence[_Named], curves: Sequence[_Curve]) -> list[Chart]:
-    def chart(
-        title: str,
-        y: str,
-        points: Callable[[Sequence[Bin]], Points],
-        about: str,
-        value: Callable[[ReplicaSteps], str] = lambda _: "",
-    ) -> Chart:
-        series = [
-            Series(label=label, color=color, points=points(steps.bins), value=value(steps))
-            for label, color, steps in curves
-        ]
+def _rate_charts(runs: Sequence[_Named]) -> list[Chart]:
+    def chart(title: str, y: str, points: Callable[[Sequence[Bin]], Points], about: str) -> Chart:
+        """A chart of the runs, or of the replicas of a run that stands alone."""
+        curves = [(name, color, run.first) for name, color, run in runs]
+        if len(runs) == 1:
+            curves = [(f"replica {m}", i, steps) for i, (m, steps) in enumerate(runs[0][2].replicas.items())]
+        series = [Series(label=label, color=color, points=points(steps.bins)) for label, color, steps in curves]
         return Chart(title=title, x=_TOKENS, y=y, series=series, about=about, from_zero=True)
 
     utilizations = _means(
         *(runs, _utilization, UTILIZATION),
         *(lambda steps: steps.compute_utilization, lambda run: run.compute_utilization),
     )
+    speeds = [
+        Series(
+            label=name or "all replicas",
+            color=color,
+            points=_speed(run.first.bins),
+            value=_text("tokens/s", run.tokens_per_second),
+        )
+        for name, color, run in runs
+    ]
     charts = [
-        chart(
-            "Speed of all replicas",
-            "tokens/s",
-            _speed,
-            "Tokens that all replicas together train on, at the pace of each; the number is that of all steps.",
-            lambda steps: _text("tokens/s", steps.tokens_per_second),
+        Chart(
+            title="Speed of all replicas",
+            x=_TOKENS,
+            y="tokens/s",
+            series=speeds,
+            about="Tokens of all replicas, at the pace of the first one; the number is that of all steps.",
+            from_zero=True,
         ),
         Chart(
             title="Compute utilization",
@@ -382,33 +427,37 @@ def _rate_charts(runs: Sequence[_Named], curves: Sequence[_Curve]) -> list[Chart
             from_zero=True,
         ),
     ]
-    if any(curve.steps.bytes_sent for curve in curves):
+    if any(run.first.bytes_sent for _, _, run in runs):
         about = "The outer gradients that a replica uploads, on average over a part of the run."
-        charts.append(chart("Sent by a replica", "Mbit/s", _sent, about))
+        charts.append(chart("Sent by a replica", _RATE, _sent, about))
         about = "The others' outer gradients when they are merged, on average over a part of the run."
-        charts.append(chart("Merged by a replica", "Mbit/s", _received, about))
+        charts.append(chart("Merged by a replica", _RATE, _received, about))
     return charts
 
 
-def _bytes_chart(run: RunTail, config: TrainConfig) -> Chart:
-    bins, each = run.first.bins, _data_parallel_step_bytes(run, config)
-    sent = zip(bins, accumulate(one.bytes_sent for one in bins), strict=True)
-    series = [
-        Series(label=config.method, color=0, points=[_point(one.last, total) for one, total in sent if total])
-    ]
-    if config.method != "data_parallel" and each:
-        steps = zip(bins, accumulate(one.num_steps for one in bins), strict=True)
-        points = [_point(one.last, each * count) for one, count in steps]
-        series.append(Series(label="Data-Parallel, FP32", color=1, points=points))
+def _bytes_chart(runs: Sequence[_Named]) -> Chart:
+    """A chart of the bytes that runs have sent; beside a run that stands alone, those of Data-Parallel."""
+    series, about = [], "Sum over the run so far."
+    for name, color, run in runs:
+        sent = zip(run.first.bins, accumulate(one.bytes_sent for one in run.first.bins), strict=True)
+        points = [_point(one.last, so_far) for one, so_far in sent if so_far]
+        total = megabytes(points[-1][1]) if points else ""
+        series.append(Series(label=name or _method(run), color=color, points=points, value=total))
+    (_, _, run), *others = runs
+    if not others and run.config is not None and _method(run) != "data_parallel":
+        each = _data_parallel_step_bytes(run, run.config)
+        steps = zip(run.first.bins, accumulate(one.num_steps for one in run.first.bins), strict=True)
+        points = [_point(one.last, each * count) for one, count in steps if each]
+        total = megabytes(points[-1][1]) if points else ""
+        series.append(Series(label="Data-Parallel, FP32", color=1, points=points, value=total))
+        about = "Sum over the run so far, beside what Data-Parallel would have sent by then."
     return Chart(
-        title="Bytes sent by a replica",
-        x=_TOKENS,
-        y="bytes, logarithmic" if len(series) > 1 else "bytes",
-        series=series,
-        about="Sum over the run so far"
-        + (", beside what Data-Parallel would have sent by then." if len(series) > 1 else "."),
-        y_log=len(series) > 1,
+        title="Bytes sent by a replica", x=_TOKENS, y="bytes, logarithmic", series=series, about=about, y_log=True
     )
+
+
+def _method(run: RunTail) -> str:
+    return "" if run.config is None else run.config.method
 
 
 def _timeline(run: RunTail, sync_every: int) -> Chart:

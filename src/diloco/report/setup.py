@@ -17,6 +17,8 @@ from diloco.training.records.tail import RunTail
 CommandOf = Callable[[Path], str]
 """The command line that started the run in a directory; empty if it can't be told."""
 _MOST_SAMPLES = 4
+_MOST_COMPARED = 3
+"""Runs that the sentence about several sets beside another one."""
 
 
 def headline(run: RunTail) -> str:
@@ -25,7 +27,7 @@ def headline(run: RunTail) -> str:
     if config is None or run.last is None:
         return ""
     if summary is None:
-        params = rounded(config.model.num_trained_params)
+        params = rounded(config.model.num_params)
         replicas = "" if config.rendezvous is not None else f", {_replicas(config.num_replicas)}"
         return f"{params} parameters{replicas}: training loss {run.loss:.3g} at {run.part:.0%} of the run"
     sentence = (
@@ -43,13 +45,30 @@ def _replicas(count: int) -> str:
 
 
 def comparison_headline(names: Sequence[str], runs: Sequence[RunTail]) -> str:
-    """A sentence that names the best of several runs by held-out loss."""
-    results = [(run.summary.eval_loss, name) for name, run in zip(names, runs, strict=True) if run.summary]
+    """A sentence that sets the results of runs beside the Data-Parallel one's, or else beside the best one's."""
+    results = [
+        (name, run.summary)
+        for name, run in zip(names, runs, strict=True)
+        if run.summary is not None and run.summary.eval_loss > 0
+    ]
     if len(results) < 2:
         return ""
-    (loss, best), *others = sorted(results)[:_MOST_SAMPLES]
-    then = ", ".join(f"{name} {other:.4g}" for other, name in others)
-    return f"Lowest held-out loss: {best}, {loss:.4g}; then {then}"
+    results.sort(key=lambda one: (one[1].method != "data_parallel", one[1].eval_loss))
+    (base_name, base), *others = results[: 1 + _MOST_COMPARED]
+    return "; ".join(f"{name}: {_beside(summary, base, base_name)}" for name, summary in others)
+
+
+def _beside(summary: Summary, base: Summary, base_name: str) -> str:
+    """The result of a run beside another one's."""
+    percent = 100 * (summary.eval_loss / base.eval_loss - 1)
+    loss = f"held-out loss {abs(percent):.1f} % {'above' if percent > 0 else 'below'} {base_name}'s"
+    if abs(percent) < 0.05:
+        loss = f"the same held-out loss as {base_name}"
+    sent, base_sent = summary.bytes_sent_per_replica, base.bytes_sent_per_replica
+    if not sent or not base_sent:
+        return loss
+    more, ratio = ("more", sent / base_sent) if sent > base_sent else ("fewer", base_sent / sent)
+    return f"{loss}, {factor(ratio)}× {more} bytes sent" if ratio >= 1.05 else f"{loss}, as many bytes sent"
 
 
 def setup(run: RunTail, command_of: CommandOf) -> dict[str, str]:
@@ -103,7 +122,7 @@ def _model(config: TrainConfig) -> str:
         "vocab_size": "tokens in the vocabulary",
     }
     parts = [f"{getattr(model, name):,} {noun}" for name, noun in sizes.items() if getattr(model, name, 0)]
-    return f"{model.num_trained_params:,} parameters" + (f": {', '.join(parts)}" if parts else "")
+    return f"{model.num_params:,} parameters" + (f": {', '.join(parts)}" if parts else "")
 
 
 def _data(config: TrainConfig) -> str:

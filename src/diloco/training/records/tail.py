@@ -390,10 +390,9 @@ class RunTail:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of all replicas at the first one's mean pace."""
-        if self.summary is not None:
-            return self.summary.tokens_per_second or None
-        return self.first.tokens_per_second if self.replicas else None
+        """Tokens of all replicas at the first one's mean pace, by its metrics; if those are gone, by the summary."""
+        speed = self.first.tokens_per_second if self.replicas else None
+        return speed or (self.summary.tokens_per_second or None if self.summary is not None else None)
 
     @property
     def is_behind(self) -> bool:
