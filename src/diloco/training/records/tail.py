@@ -390,7 +390,7 @@ class RunTail:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of all replicas at the first one's mean pace, by its metrics; if those are gone, by the summary."""
+        """Tokens of all replicas at the first one's mean pace, by its metrics; without those by the summary."""
         speed = self.first.tokens_per_second if self.replicas else None
         return speed or (self.summary.tokens_per_second or None if self.summary is not None else None)
 
