@@ -100,8 +100,12 @@ store check ftp://host/run                         => ftp://host/run: give a dir
 store check /none/run                              => /none does not exist: make it, or mount it, first
 store check . --racers 1                           => --racers=1 must be at least 2
 store check . --rounds 0                           => --rounds=0 must be at least 1
-store status nowhere                               => nowhere holds no run: log/0000000000 is missing
-store verify nowhere                               => nowhere holds no run: log/0000000000 is missing
+store status nowhere                               => there is no directory nowhere
+store verify .                                     => holds no run: log/0000000000 is missing
+store check host:29500                             => host:29500 is a host: machines that reach each other are
+store status [::1]:29500                           => [::1]:29500 is a host
+train --rendezvous 10.0.0.5:29500                  => such as s3://bucket/run
+train tiny --rendezvous 10.0.0.5:29500 --name a    => joined by torchrun --master-addr or diloco.connect; a
 keys allow .                                       => name at least one public key
 keys allow . abc                                   => 'abc' is no public key of 64 hexadecimal digits
 keys allow . KEY                                   => holds no run
@@ -264,6 +268,7 @@ chat RUN --max-tokens 0                            => --max-tokens=0 must be at 
 chat RUN --port 8765                               => --port=8765 means nothing without --serve
 chat RUN --serve --max-tokens 2000                 => --max-tokens=2000 must be at most 1000 on a page
 chat RUN --serve --top-k 0                         => --top-k=0 must be at least 1
+store verify RUN                                   => is a run's directory; a store is the directory or URL that
 eval RUN --data nowhere.jsonl                      => nowhere.jsonl can't be read: No such file
 """
 OF_A_STORE = """
