@@ -51,6 +51,9 @@ plan --num-params 1,3B --link 1Gbit                => --num-params takes a numbe
 plan SIZE --link 1Gbit --num-replicas 2.5          => --num-replicas takes a whole number, not '2.5'
 plan SIZE --link 1Gbit --num-replicas 0            => --num-replicas=0, but a link has two ends
 plan SIZE --link 1Gbit --num-replicas 1            => --num-replicas=1, but a link has two ends
+plan --num-params 1B --link 1Gbit --flops-per-second 30 => computer's 1G: did you mean 30T?
+plan --num-params 1B --link 20MB --flops-per-second 30T => such as 20Mbit, 1Gbit or 2.5MB/s, not '20MB'
+train tiny --data.prepared nodir                   => there is no directory
 plan --num-params 1B --link 1Gbit --flops-per-second 0 => --flops-per-second must be above 0 and finite, not 0.0
 plan --link 1Gbit 1Gbit 1Gbit --measure tiny       => or one for each of 2 replicas
 plan --measure tiny --link 1Gbit 1Gbit 1Gbit       => or one for each of 2 replicas
