@@ -40,7 +40,11 @@ RIDDLES = ("found", "it", "of", "said", "those", "told", "what")
 MAX_FUNCTION_LINES = 60
 MAX_FILES = 13
 """Files of a folder; cli/ has one a verb."""
-FOREIGN_FLAGS = {"errors.py": {"--num-tokens"}, "experiments/runner/machines.py": {"--head"}}
+FOREIGN_FLAGS = {
+    "errors.py": {"--num-tokens"},
+    "experiments/runner/machines.py": {"--head"},
+    "rendezvous/store.py": {"--master-addr"},
+}
 """Flags that a library file may spell: in a doctest of `UserError.spelled`, and those of other programs."""
 
 

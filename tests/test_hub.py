@@ -2,6 +2,7 @@
 
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import huggingface_hub
 import huggingface_hub.constants
@@ -115,10 +116,17 @@ def test_what_was_never_downloaded_is_named_where_nothing_may_be_downloaded(cach
         hub_file("tiny/bpe", ("tokenizer.json",))
 
 
-def test_a_task_of_a_hub_that_does_not_answer_is_refused_before_the_harness_is_loaded(cache, monkeypatch):
+@pytest.mark.slow
+def test_a_task_is_refused_by_its_name_and_then_by_a_hub_that_does_not_answer(cache, monkeypatch):
+    from diloco.evaluation import zero_shot
+
+    harness = SimpleNamespace(all_tasks=["hellaswag"])  # to index its own takes many seconds
+    monkeypatch.setattr(zero_shot, "_task_manager", lambda include_defaults: harness)
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(UserError, match=r"^tasks=hellaswag: the questions can't be read: .* does not answer"):
         evaluate_run(cache, tasks={"hellaswag": None})
+    with pytest.raises(UserError, match=r"'hellaswagg' is no task .*: did you mean hellaswag"):
+        evaluate_run(cache, tasks={"hellaswagg": None})
 
 
 def test_a_folder_is_uploaded_to_a_private_repository(hub, monkeypatch):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 _FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
-_RATE = re.compile(r"([0-9.,_]+(?:e[+-]?[0-9]+)?)\s*([kKMGT]?)(b|bit|B|Byte)(?:ps|/s)?", re.ASCII)
+_RATE = re.compile(r"([0-9.,_]+(?:e[+-]?[0-9]+)?)\s*([kKMGT]?)(?:(b|bit)(?:ps|/s)?|(B|Byte)(?:ps|/s))", re.ASCII)
 _THOUSANDS = re.compile(r",(?=[0-9]{3}(?![0-9]))")
 """A comma before three digits; any other may be a decimal one, which float refuses."""
 
@@ -38,7 +38,8 @@ def amount(number: float) -> str:
 
 
 def gbit_s(text: str) -> float:
-    """The rate in Gbit/s that a text such as 20Mbit, 1Gbit/s, 20Mbps or 2.5MB/s means; a bare number has no unit.
+    """The rate in Gbit/s that a text such as 20Mbit, 1Gbit/s, 20Mbps or 2.5MB/s means; a bare number has no
+    unit, and 20MB may be meant for 20Mbit.
 
     Raises:
         ValueError: if it is none.
@@ -49,7 +50,7 @@ def gbit_s(text: str) -> float:
     match = _RATE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is no rate")
-    bits = 8 if match[3].startswith("B") else 1
+    bits = 8 if match[4] else 1
     return float(_THOUSANDS.sub("", match[1])) * _FACTORS[match[2].lower()] * bits / 1e9
 
 

@@ -51,6 +51,9 @@ plan --num-params 1,3B --link 1Gbit                => --num-params takes a numbe
 plan SIZE --link 1Gbit --num-replicas 2.5          => --num-replicas takes a whole number, not '2.5'
 plan SIZE --link 1Gbit --num-replicas 0            => --num-replicas=0, but a link has two ends
 plan SIZE --link 1Gbit --num-replicas 1            => --num-replicas=1, but a link has two ends
+plan --num-params 1B --link 1Gbit --flops-per-second 30 => computer's 1G: did you mean 30T?
+plan --num-params 1B --link 20MB --flops-per-second 30T => such as 20Mbit, 1Gbit or 2.5MB/s, not '20MB'
+train tiny --data.prepared nodir                   => there is no directory
 plan --num-params 1B --link 1Gbit --flops-per-second 0 => --flops-per-second must be above 0 and finite, not 0.0
 plan --link 1Gbit 1Gbit 1Gbit --measure tiny       => or one for each of 2 replicas
 plan --measure tiny --link 1Gbit 1Gbit 1Gbit       => or one for each of 2 replicas
@@ -100,8 +103,12 @@ store check ftp://host/run                         => ftp://host/run: give a dir
 store check /none/run                              => /none does not exist: make it, or mount it, first
 store check . --racers 1                           => --racers=1 must be at least 2
 store check . --rounds 0                           => --rounds=0 must be at least 1
-store status nowhere                               => nowhere holds no run: log/0000000000 is missing
-store verify nowhere                               => nowhere holds no run: log/0000000000 is missing
+store status nowhere                               => there is no directory nowhere
+store verify .                                     => holds no run: log/0000000000 is missing
+store check host:29500                             => host:29500 is a host: machines that reach each other are
+store status [::1]:29500                           => [::1]:29500 is a host
+train --rendezvous 10.0.0.5:29500                  => such as s3://bucket/run
+train tiny --rendezvous 10.0.0.5:29500 --name a    => joined by torchrun --master-addr or diloco.connect; a
 keys allow .                                       => name at least one public key
 keys allow . abc                                   => 'abc' is no public key of 64 hexadecimal digits
 keys allow . KEY                                   => holds no run
@@ -264,6 +271,7 @@ chat RUN --max-tokens 0                            => --max-tokens=0 must be at 
 chat RUN --port 8765                               => --port=8765 means nothing without --serve
 chat RUN --serve --max-tokens 2000                 => --max-tokens=2000 must be at most 1000 on a page
 chat RUN --serve --top-k 0                         => --top-k=0 must be at least 1
+store verify RUN                                   => is a run's directory; a store is the directory or URL that
 eval RUN --data nowhere.jsonl                      => nowhere.jsonl can't be read: No such file
 """
 OF_A_STORE = """

@@ -231,5 +231,5 @@ def test_a_task_that_the_harness_does_not_have_is_refused(monkeypatch):
     harness = SimpleNamespace(all_tasks=["hellaswag"])  # to index its own takes many seconds
     monkeypatch.setattr(zero_shot, "_task_manager", lambda include_defaults: harness)
     zero_shot.check_tasks({"hellaswag": None})
-    with pytest.raises(UserError, match="'hellaswog' is no task of lm-evaluation-harness"):
+    with pytest.raises(UserError, match="'hellaswog' is no task of lm-evaluation-harness: did you mean hellaswag"):
         score_tasks(Uniform(), ByteTokenizer(), {"hellaswog": None}, max_length=64, device=CPU)

@@ -128,6 +128,21 @@ def test_a_replica_says_which_run_it_has_joined(tmp_path):
         replica.vanish()
 
 
+@pytest.mark.parametrize(
+    ("step", "line"),
+    [
+        (0, "no step was saved by every replica: starting over"),
+        (7, "going on from step 7"),
+        (60, "runs/a is over at step 60; to extend it: --more N"),
+    ],
+)
+def test_a_resume_says_from_where_it_goes_on(step, line):
+    output, config = io.StringIO(), replace(recipe("tiny"), name="a", num_tokens=60 * 512)
+    assert config.num_steps == 60
+    TrainingProgress(config, Console(file=output)).started(step, None, is_resume=True, longer="--more N")
+    assert output.getvalue() == line + "\n"
+
+
 def printed(wanted: Task) -> tuple[str, dict[str, float]]:
     """The sentence about an infeasible target, and its numbers as printed."""
     sentence = remedy_sentence(wanted, remedy(wanted))

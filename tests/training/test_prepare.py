@@ -2,9 +2,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from diloco.data.config import DataConfig
-from diloco.errors import UserError
+from diloco.errors import ExchangeError, UserError
+from diloco.training import prepare
 from diloco.training.config.config import CheckpointConfig, DilocoConfig, ElasticConfig, TrainConfig
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import Budget, resolved
@@ -117,16 +119,32 @@ def test_what_needs_a_gpu_is_refused_without_one(tiny, streaming, monkeypatch, i
             prepare_run(replace(asked, **changes), resume=streaming if is_resume else None)
 
 
-def test_a_run_without_a_name_is_named_by_its_recipe_and_the_time_but_not_under_torchrun(tiny, monkeypatch):
+def test_a_run_without_a_name_is_named_by_its_recipe_and_the_time(tiny, monkeypatch):
     config = prepare_run(replace(tiny, checkpoint=CheckpointConfig(every_steps=5)))
     assert config.name.startswith("tiny-") and config.checkpoint.keep is None and config.data.prepared is not None
     assert resolved(config).checkpoint.keep == 5 and resolved(config).model.vocab_size == 257
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UserError, match="under torchrun set name") as error:
+    with pytest.raises(UserError, match="under this launcher set name") as error:
         prepare_run(tiny)
     assert error.value.fields == ("name",)
     with pytest.raises(UserError, match=r"name='\.\./a' must be 1 to 64 letters"):
         prepare_run(replace(tiny, name="../a"))
+
+
+def test_under_torchrun_the_first_process_that_comes_names_the_run(tiny, monkeypatch):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    names = []
+    for rank, own in (1, "first"), (0, "second"):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setattr(prepare, "_name", lambda asked, own=own: own)
+        names.append(prepare_run(tiny).name)
+    assert names == ["first", "first"]
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ExchangeError, match="replica 0"):
+        prepare_run(replace(tiny, timeout_seconds=0.3))
 
 
 def test_the_command_of_a_stores_replica_continues_it(tiny, folder, tmp_path):

@@ -110,7 +110,7 @@ TRANSFORMER = {"model.family": HuggingFaceConfig.family, "model.architecture": '
 @pytest.mark.parametrize(
     ("facts", "sentence"),
     [
-        (None, r"rendezvous=.*run holds no run: .*; to create a run there, name a recipe before the flags"),
+        (None, r"rendezvous=.*there is no directory .*run; to create a run there, name a recipe before the flags"),
         (NO_MODEL, ".*the run is a program's own, and does not describe its model"),
         (
             TRANSFORMER | {"model.hf": "/etc", "model.num_heads": None},

@@ -40,7 +40,7 @@ def _run_no_verb(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="diloco",
         description="Train one language model on computers joined by slow links (Streaming DiLoCo).",
-        epilog="To begin: diloco train laptop. To learn about a command: diloco COMMAND --help.",
+        epilog="To begin: diloco train tiny. To learn about a command: diloco COMMAND --help.",
     )
     parser.add_argument("-V", "--version", action="version", version=f"diloco {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 HELP = "what run a link allows: diloco plan --num-params 124M --flops-per-second 30T --link 20Mbit"
 ORDER = 2
 _LAWS = "arXiv 2503.09799"
+_LEAST_FLOPS = 1e9
 
 
 def run(arguments: list[str]) -> None:
@@ -128,6 +129,11 @@ def _speeds(step_seconds: tuple[float, ...], flops_per_second: tuple[float, ...]
     for flops in flops_per_second:
         if not 0 < flops < math.inf:
             raise UserError(f"flops_per_second must be above 0 and finite, not {flops}", "flops_per_second")
+        if flops < _LEAST_FLOPS:
+            meant = f": did you mean {flops:g}T?" if flops < 1000 else ""
+            raise UserError(
+                f"flops_per_second={flops:g} is less than any computer's 1G{meant}", "flops_per_second"
+            )
     return step_seconds or flops_per_second
 
 

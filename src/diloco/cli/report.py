@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
 import tyro
 
@@ -21,7 +22,10 @@ def run(arguments: list[str]) -> None:
     call(_report, arguments, prog="diloco report")
 
 
-def _report(sources: tyro.conf.Positional[tuple[str, ...]], output: Path = Path("report.html")) -> None:
+_Sources: TypeAlias = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN|DIR|CSV …")]
+
+
+def _report(sources: _Sources, output: Path = Path("report.html")) -> None:
     """Write one self-contained HTML page about runs and experiments: the page of `diloco watch`, as it is now.
 
     Args:

@@ -11,14 +11,15 @@ from safetensors.torch import load_file
 
 from diloco.cli._command import choose
 from diloco.errors import DilocoError, FileError, UserError
-from diloco.files import reading
+from diloco.files import expanded, reading
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.check import StoreCheck, check_store
-from diloco.rendezvous.log.log import open_run
+from diloco.rendezvous.log.log import is_store, open_run
 from diloco.rendezvous.replay import Initial, Replay
 from diloco.report.stores import StoreTail, store_section
 from diloco.report.terminal.screen import Screen
 from diloco.report.terminal.watching import section_view
+from diloco.training.records.runs import CONFIG_FILE
 from diloco.training.records.store_runs import initial_parameters
 
 HELP = "the store of replicas that come and go: diloco store check | status | verify URL"
@@ -39,6 +40,7 @@ def _check(url: tyro.conf.Positional[str], racers: int = 4, rounds: int = 50, js
         rounds: Races, one after another.
         json: Print JSON.
     """
+    _refuse_a_replicas(url)
     checked = check_store(url, racers=racers, rounds=rounds)
     if json:
         print(json_module.dumps(dataclasses.asdict(checked)))
@@ -66,6 +68,7 @@ def _status(url: tyro.conf.Positional[str], json: bool = False) -> None:
         url: The run's store.
         json: Print JSON.
     """
+    _refuse_a_replicas(url)
     store = StoreTail(url, with_timeline=False)
     store.read()
     assert store.status is not None, "the store was read"
@@ -88,6 +91,7 @@ def _verify(
         initial: A safetensors file with the parameters with which the run began, by name; the trainer's runs need
             none.
     """
+    _refuse_a_replicas(url)
     replay = Replay(open_run(url), initial=_initial(initial), from_snapshot=from_snapshot)
     try:
         asyncio.run(replay.run())
@@ -99,6 +103,14 @@ def _verify(
     print("\n".join(_checked(replay)))
     if replay.is_whole:
         print(f"outer hash   {parameters_hash(replay.parameters())}")
+
+
+def _refuse_a_replicas(url: str) -> None:
+    """Refuse the directory of a run, in which a replica keeps its own files."""
+    if "://" not in url and not is_store(url) and (expanded(url) / CONFIG_FILE).exists():
+        raise UserError(
+            f"{url} is a run's directory; a store is the directory or URL that rendezvous named", "url"
+        )
 
 
 def _initial(path: Path | None) -> Initial:

@@ -269,6 +269,10 @@ def _train(asked: TrainConfig, *, is_resume: bool) -> None:
         launch(_replica, *sizes, asked, is_resume, imports=slow_imports(asked))
 
 
+_LONGER = "--num-tokens N"
+"""The flag of a resume that extends its run."""
+
+
 def _replica(asked: TrainConfig, is_resume: bool) -> None:
     """Train one replica, or one of its shards, in this process; a machine's first shows progress and outcome."""
     from diloco.report.terminal.screen import Screen
@@ -279,7 +283,7 @@ def _replica(asked: TrainConfig, is_resume: bool) -> None:
     with safe_streams():
         config, console, rank = resolved(asked), Screen(), int(os.environ["RANK"])
         progress = TrainingProgress(config, console, rank=rank) if is_first_on_machine() else None
-        on_start = None if progress is None else partial(progress.started, is_resume=is_resume)
+        on_start = None if progress is None else partial(progress.started, is_resume=is_resume, longer=_LONGER)
         try:
             outcome = train(asked, resume=is_resume, on_start=on_start, on_step=progress)
         finally:

@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -24,7 +24,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _watch(
-    sources: tyro.conf.Positional[tuple[str, ...]],
+    sources: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN|DIR|STORE …")],
     serve: bool = False,
     port: int = 0,
     address: str = "",

@@ -157,6 +157,8 @@ def read_index(directory: Path) -> Index:
         UserError: if the directory is not complete; else as for `read_record`.
     """
     path = directory / INDEX_FILE
+    if not directory.exists():
+        raise UserError(f"there is no directory {directory}")
     if not path.is_file():
         raise UserError(f"{directory} has no {INDEX_FILE}: prepare it, or finish what was interrupted")
     return read_record(path, Index)

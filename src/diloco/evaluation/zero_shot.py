@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
 from diloco.data.tokenizers import Tokenizer
-from diloco.errors import UserError
+from diloco.errors import UserError, nearest
 from diloco.evaluation.likelihoods import likelihoods
 from diloco.evaluation.questions import read_questions
 from diloco.models.language_model import LanguageModel
@@ -182,9 +182,10 @@ def check_tasks(tasks: Mapping[str, Path | None]) -> None:
     known = _task_manager(None in tasks.values()).all_tasks
     for name, path in tasks.items():
         if path is None and name not in known:
+            near = nearest(name, known) or ": `lm-eval ls` lists all"
             raise UserError(
-                f"{name!r} is no task of lm-evaluation-harness: `lm-eval ls tasks` lists them, and a file of your "
-                "own questions is named by data",
+                f"{name!r} is no task of lm-evaluation-harness{near}; a file of your own questions is named by "
+                "data",
                 "tasks",
                 "data",
             )

@@ -257,6 +257,7 @@ def _directory(path: str) -> "tuple[str, ObjectStore]":
         raise UserError("give the directory, or the URL, of the store", "url")
     if scheme := re.match(f"({'|'.join(CREDENTIALS)}):/?(?!/)", path):
         raise UserError(f"{path}: a bucket's URL has two slashes: {scheme[1]}://bucket/prefix", "url")
+    refuse_host(path)
     directory = expanded(path).absolute()
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is a file: give a directory", "url")
@@ -268,6 +269,20 @@ def _directory(path: str) -> "tuple[str, ObjectStore]":
         return str(directory), LocalStore(directory, automatic_cleanup=True)  # of empty directories
     except BaseError as error:
         raise UserError(f"{directory}: {first_line(error)}", "url") from None
+
+
+def refuse_host(url: str) -> None:
+    """Refuse an address of a machine, which would be taken for a directory; `./HOST:PORT` is one.
+
+    Raises:
+        UserError: for one.
+    """
+    if re.fullmatch(r"([\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}", url):
+        raise UserError(
+            f"{url} is a host: machines that reach each other are joined by torchrun --master-addr or "
+            "diloco.connect; a store is a directory, or a URL such as s3://bucket/run",
+            "url",
+        )
 
 
 def _client_options(scheme: str, bucket: str, environment: Mapping[str, str]) -> "ClientConfig":

@@ -12,6 +12,8 @@ from diloco.training.config.config import TrainConfig
 from diloco.training.hardware import DENSE_BF16_FLOPS
 
 _GPU, _UTILIZATION = "RTX 4090", 0.4
+_MOST_SECONDS = 100 * 365.25 * 86400
+"""Time here above which a row would tell nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,10 @@ def reach(config: TrainConfig, *, num_tokens: int, tokens_per_second: float | No
             f"{finding.writes} ({finding.source})",
         ]
         for finding in larger
+        if own_flops is None or training_seconds(finding.num_params, own_flops) <= _MOST_SECONDS
     ]
+    if not rows:
+        return None
     return Reach(
         this=f"This model has {rounded(num_params)} parameters and has read {rounded(num_tokens)} tokens. "
         "What was published of larger ones:",

@@ -25,6 +25,7 @@ from diloco.training.config.resolve import Budget, check_model, resolved, with_b
 from diloco.training.processes import under_a_launcher
 from diloco.training.records.runs import check_text, check_unclaimed, resume_config
 from diloco.training.records.summary import open_held_out
+from diloco.training.world import name_for_all
 
 
 def prepare_run(
@@ -56,14 +57,15 @@ def prepare_run(
         return resume_config(resume, asked)
     refuse_what_means_nothing(asked)
     _check_device(asked)
-    if not asked.name and under_a_launcher():
-        raise UserError("under torchrun set name: all replicas must know their run by it", "name")
     if asked.rendezvous is not None:
         from diloco.rendezvous.store import Store  # with its library, which no fixed group needs
 
         with setting("rendezvous", asked.rendezvous):
             Store.open(asked.rendezvous)
-    asked = replace(asked, name=checked_name(asked.name or _name(asked)))
+    if not asked.name:
+        name = _name(asked)
+        asked = replace(asked, name=name_for_all(name, asked) if under_a_launcher() else name)
+    asked = replace(asked, name=checked_name(asked.name))
     if own is None and not under_a_launcher():
         check_unclaimed(asked)
     schedule = _checked_before_the_text(asked, budget)

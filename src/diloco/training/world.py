@@ -186,6 +186,31 @@ def _torchruns_store(rank: int, first: str, timeout: timedelta, begin: float) ->
     return store
 
 
+def name_for_all(own: str, config: TrainConfig) -> str:
+    """The name of a run that was given none: `own`, if this process is the first to reach torchrun's store.
+
+    Processes that are started again read the same name there, as if it had been given.
+
+    Raises:
+        UserError: if torchrun holds no such store, where all would meet before the first process opens one.
+        ExchangeError: if it can't be reached.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise UserError("under this launcher set name: all replicas must know their run by it", "name")
+    first, timeout = process_name(config.processes_per_replica, 0), timedelta(seconds=config.timeout_seconds)
+    try:
+        store = _torchruns_store(int(os.environ["RANK"]), first, timeout, time.monotonic())
+        return store.compare_set(_NAME, "", own).decode(errors="replace")
+    except ExchangeError:  # it says that the first process was not reached
+        raise
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ExchangeError(f"torchrun's store does not tell the run's name ({reason}): set name") from error
+
+
+_NAME = "diloco: the run's name"
+
+
 def _address() -> tuple[str, int]:
     """Host and port of torchrun's store.
 

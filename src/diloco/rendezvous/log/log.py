@@ -14,7 +14,7 @@ from diloco.files import expanded, sha256
 from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES, Body, Create, Entry, LogError, new_entry
 from diloco.rendezvous.log.keys import MOST_SIGNATURE_BYTES, Signed, Signer
 from diloco.rendezvous.log.run import RunState
-from diloco.rendezvous.store import BadObjectError, Store
+from diloco.rendezvous.store import BadObjectError, Store, refuse_host
 from diloco.schema import converted, decoded
 
 
@@ -282,5 +282,8 @@ def open_run(url: str) -> Store:
     except OSError as error:
         raise UserError(f"{url} can't be read: {error.strerror}", "url") from error
     if not is_there:
+        refuse_host(url)
+        if not expanded(url).exists():
+            raise UserError(f"there is no directory {url}", "url")
         raise UserError(f"{url} holds no run: {ENTRY.name(0)} is missing", "url")
     return Store.open(url)

@@ -109,16 +109,18 @@ class TrainingProgress:
         self._steps = ReplicaSteps(tokens_before=0 if config.rendezvous is None else None)
         self._pace = _Pace()
 
-    def started(self, step: int, rendezvous: "StoreRendezvous | None", *, is_resume: bool) -> None:
+    def started(
+        self, step: int, rendezvous: "StoreRendezvous | None", *, is_resume: bool, longer: str = ""
+    ) -> None:
         """Show the replica's place in the run that it has joined, and the step from which a resume goes on.
 
-        Its progress goes on with the steps before that.
+        Its progress goes on with the steps before that. `longer` is the flag that extends a run that is over.
         """
         if rendezvous is not None:
             self._joined(rendezvous)
         if is_resume:
             self._steps = replica_tail(self._config.directory, self._config, self._replica).read()
-            self._resumed(step)
+            self._resumed(step, longer)
 
     def _joined(self, rendezvous: "StoreRendezvous") -> None:
         state, own = rendezvous.state, rendezvous.replica
@@ -128,12 +130,14 @@ class TrainingProgress:
         line = f"store {self._config.rendezvous}: replica {own}, {beside}; round {num_rounds}"
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def _resumed(self, step: int) -> None:
+    def _resumed(self, step: int, longer: str) -> None:
         anew = "no step was saved by every replica: starting over"
         if self._config.rendezvous is not None:
             anew = "no checkpoint was saved: starting from the run's outer parameters"
         line = f"going on from step {step}" if step else anew
-        self._console.print(line, highlight=False)
+        if self._config.rendezvous is None and step >= self._config.num_steps:
+            line = f"{self._config.directory} is over at step {step}" + f"; to extend it: {longer}" * bool(longer)
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def __call__(self, metrics: StepMetrics) -> None:
         """Show a step."""

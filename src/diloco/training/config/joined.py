@@ -90,10 +90,13 @@ def joined_config(url: str, *, names_model: bool) -> TrainConfig:
         names_model: True if this replica names its model of transformers itself.
 
     Raises:
-        UserError: if there is no run, it is another program's, or its model is to be named.
+        UserError: if the URL is no store's, there is no run, it is another program's, or its model is to be named.
         FileError: if its entry 0 is damaged.
         StoreError: if the store can't be read.
     """
+    from diloco.rendezvous.store import refuse_host
+
+    refuse_host(url)
     try:
         facts = facts_of(url)
     except UserError as error:

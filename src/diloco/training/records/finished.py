@@ -247,13 +247,13 @@ def evaluate_run(
     if tasks:
         for path in filter(None, tasks.values()):
             read_questions(path)
-        if asked := [name for name, path in tasks.items() if path is None]:
-            with setting("tasks", ",".join(asked)):
-                check_reachable("the questions")
         require("lm_eval", extra="eval")
         from diloco.evaluation.zero_shot import check_tasks
 
         check_tasks(tasks)
+        if asked := [name for name, path in tasks.items() if path is None]:
+            with setting("tasks", ",".join(asked)):
+                check_reachable("the questions")
     config = finished_config(source, prepared)
     model, step = run_parameters(source, parameters, at_step=at_step)
     place = _place(device)
