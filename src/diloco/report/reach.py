@@ -13,7 +13,7 @@ from diloco.training.hardware import DENSE_BF16_FLOPS
 
 _GPU, _UTILIZATION = "RTX 4090", 0.4
 _MOST_SECONDS = 100 * 365.25 * 86400
-"""Time here above which a row would tell nothing."""
+"""Time above which its number tells nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,20 +46,21 @@ def reach(config: TrainConfig, *, num_tokens: int, tokens_per_second: float | No
     rows = [
         [
             rounded(finding.num_params),
-            *(long_duration(training_seconds(finding.num_params, flops)) for flops in known.values()),
+            *(_time(training_seconds(finding.num_params, flops)) for flops in known.values()),
             f"{finding.writes} ({finding.source})",
         ]
         for finding in larger
-        if own_flops is None or training_seconds(finding.num_params, own_flops) <= _MOST_SECONDS
     ]
-    if not rows:
-        return None
     return Reach(
         this=f"This model has {rounded(num_params)} parameters and has read {rounded(num_tokens)} tokens. "
         "What was published of larger ones:",
         table=Table(columns=["parameters", *known, "writes"], rows=rows),
         about=" ".join(filter(None, _assumptions(own_flops, gpu_flops))),
     )
+
+
+def _time(seconds: float) -> str:
+    return "over 100 years" if seconds > _MOST_SECONDS else long_duration(seconds)
 
 
 def _assumptions(own_flops: float | None, gpu_flops: float) -> Iterator[str]:
