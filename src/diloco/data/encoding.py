@@ -146,9 +146,9 @@ class Encoders:
         self._own = Encoder(config, by_position, tokenizer)
         self._arguments = config, by_position, spec
         # Bytes take longer to send to another process than to tokenize.
-        self._num_processes = 1 if spec == "bytes" else config.workers or num_cores()
+        self._num_processes = 0 if spec == "bytes" else config.workers or num_cores()
         # A thread for each process, which waits for it; they are started as they are needed.
-        self._threads = ThreadPoolExecutor(self._num_processes)
+        self._threads = ThreadPoolExecutor(self._num_processes or 1)
         self._of_thread = threading.local()
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -169,7 +169,7 @@ class Encoders:
             UserError: if reading the tasks does, after those before; if a process was killed.
         """
         asked = _until_refused(tasks)
-        head = list(islice(asked, PIECES_ALONE)) if self._num_processes > 1 else []
+        head = list(islice(asked, PIECES_ALONE)) if self._num_processes else []
         asked = chain(head, asked)
         if len(head) < PIECES_ALONE:
             yield from map(self._encode_here, asked)
