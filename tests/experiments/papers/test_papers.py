@@ -125,8 +125,12 @@ VERDICTS = {
         "; ".join(
             f"{name}: {answer}"
             for name in (
-                *(f"at the end with {rate} of the learning rate" for rate in ("5%", "30%", "100%")),
-                "halfway",
+                *(
+                    f"H = {period}, at the end with {rate} of the learning rate"
+                    for period in (30, 100)
+                    for rate in ("5%", "30%", "100%")
+                ),
+                "H = 30, halfway",
             )
         )
         for answer in ("agrees", "disagrees")

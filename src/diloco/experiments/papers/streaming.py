@@ -562,9 +562,10 @@ def evaluated_parameters(tier: Tier) -> Experiment:
         for replicas, period, end_rate, at in settings:
             chosen_rows = chosen(rows, replicas=replicas, H=period, end_rate=end_rate, at=at)
             average, first = (_over_outer(chosen_rows, name) for name in ("replica_average", "first_replica"))
-            name = "halfway" if at == "half" else f"at the end with {end_rate:.0%} of the learning rate"
+            moment = "halfway" if at == "half" else f"at the end with {end_rate:.0%} of the learning rate"
+            name = f"H = {period}, {moment}"
             verdicts.setdefault(name, []).extend(gap.rises() for gap in (average, first))
-            listed.append(f"M = {replicas}, H = {period}, {name}: average {average}, first replica {first}")
+            listed.append(f"M = {replicas}, {name}: average {average}, first replica {first}")
         verdict = "; ".join(f"{name}: {all_of(*of_one)}" for name, of_one in verdicts.items())
         return Finding(f"over the outer parameters: {'; '.join(listed)}", verdict)
 
