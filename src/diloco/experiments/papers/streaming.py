@@ -103,8 +103,8 @@ def scaling(tier: Tier) -> Experiment:
     return Experiment(
         name="scaling",
         claim="The gap to Data-Parallel falls as models grow: a power law through the paper's sizes gives a band "
-        "at ours. With H = 100 Streaming DiLoCo gains more from compute (slopes −0.1355 and −0.1315).",
-        source="Figure 4, Tables 6 and 7",
+        "at ours. With H = 100 Streaming DiLoCo gains more from compute (slopes −0.1354 and −0.1315).",
+        source="Figure 4, section 3.2.1, Tables 6 and 7",
         with_accuracy=True,
         runs=over_seeds(tier, runs()),
         panels=lambda rows: _scaling_panels(tier, rows),
@@ -319,7 +319,7 @@ def overlap(tier: Tier) -> Experiment:
     return Experiment(
         name="overlap",
         claim="Overlapping up to 10 inner steps costs less than 0.2 %.",
-        source="Figure 5 and its text",
+        source="Figure 5, section 3.3",
         runs=over_seeds(tier, runs),
         panels=lambda rows: [
             Panel(title="α", x_label="τ, overlapped inner steps", curves=curves(rows, "tau", "alpha"))
@@ -422,7 +422,7 @@ def freezing(tier: Tier) -> Experiment:
     return Experiment(
         name="freezing",
         claim="Training only the fragment that is sent next is much worse: 3.2145 against 2.6749, +20 %.",
-        source="section on FedPart",
+        source="section A.5",
         runs=over_seeds(tier, runs),
         panels=panels,
         finding=finding,
