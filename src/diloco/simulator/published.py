@@ -67,7 +67,9 @@ class Cost(NamedTuple):
 
 
 OVERTRAINING_COSTS: dict[tuple[Method, int, int], Cost] = {
-    (row["method"], row.get("replicas", 2), row["tokens_billion"]): Cost(*map(row.get, Cost._fields))
+    (row["method"], row.get("replicas", 2), row["tokens_billion"]): Cost(
+        row.get("hours"), row.get("hours_1_gbit_s"), row["tebibits"]
+    )
     for row in rows("streaming_overtraining")
 }
 """arXiv 2501.18512, Tables 2 and 8, by method, M and 10⁹ tokens: H = 100. The paper prints TB for the last."""
