@@ -7,6 +7,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from tests.processes import program, run_main, run_replicas
@@ -18,7 +19,7 @@ from diloco.errors import DisagreementError, ExchangeError, Stopped, UserError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.follower import Follower
-from diloco.rendezvous.log.entries import Join, Leave
+from diloco.rendezvous.log.entries import Join, Leave, Outer
 from diloco.rendezvous.log.log import ENTRY, Log, first_entry
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.replay import replayed
@@ -171,6 +172,17 @@ def test_each_outer_step_says_who_contributed_with_what_weight(eventful):
     last = summary(eventful.runs / "b")["contributors"]
     assert sum(part["tokens"] for part in last.values()) <= state.tokens // state.rules.num_fragments
     assert last["a"]["tokens"] > last["b"]["tokens"] > 0
+
+
+def test_the_log_tells_the_losses_of_the_replicas_metrics(eventful):
+    state, counted = state_of(eventful.rendezvous), bodies(eventful.rendezvous, Outer)
+    losses = [line["loss"] for line in lines(eventful.runs / "a", 0)]
+    number = [member.name for member in state.members].index("a")
+    (first,) = (c for outer in counted for c in outer.contributions if c.seq == 0 and c.replica == number)
+    assert first.loss == pytest.approx(fmean(losses[: first.steps]))
+    counted_losses = [c.loss for outer in counted for c in outer.contributions if c.loss is not None]
+    assert sum(count for _, count in state.losses.parts) == len(counted_losses) > len(counted) / 2
+    assert min(losses) < state.losses.last(state.num_outer) < losses[0]
 
 
 def test_learning_rate_and_progress_never_go_back(eventful):

@@ -39,7 +39,7 @@ _MOST_OPEN = 4
 _MOST_TIMELINES = 8
 """Replicas whose sends and merges are drawn."""
 _TOKENS = "tokens of all replicas"
-_NATS = "nats per token"
+NATS = "nats per token"
 _RATE = "Mbit/s"
 
 
@@ -343,7 +343,7 @@ def loss_charts(runs: Sequence[_Named]) -> list[Chart]:
         Chart(
             title="Training loss",
             x=_TOKENS,
-            y=_NATS,
+            y=NATS,
             series=_means(runs, _loss, LOSS, lambda steps: steps.loss, lambda run: run.loss),
             about="Error in predicting the text that is trained on; lower is better. The number is the "
             f"{_MEANINGS[LOSS]}.",
@@ -351,7 +351,7 @@ def loss_charts(runs: Sequence[_Named]) -> list[Chart]:
         Chart(
             title="Held-out loss",
             x=_TOKENS,
-            y=_NATS,
+            y=NATS,
             series=held_out,
             about="The same error of the shared outer parameters on text that is not trained on; lower is better.",
         ),
