@@ -30,6 +30,7 @@ from diloco.engine.parameters import FragmentParameters, Masters, gathered, is_s
 from diloco.engine.replica import Membership, Replica, outer_state
 from diloco.engine.settings import Settings, check_exchange, check_model, check_type, settings_of
 from diloco.errors import DilocoError, ExchangeError, UserError
+from diloco.exchange.private_torch import changes_of
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Abortable, Transport, fail_together
 from diloco.fragments import Fragment
@@ -552,7 +553,7 @@ class StreamingDiLoCo:
 
     def _count_changes(self) -> int:
         """The number of operations that have changed the model's parameters in place."""
-        return sum(parameter._version for parameter in self._replica.parameters.by_name.values())
+        return sum(map(changes_of, self._replica.parameters.by_name.values()))
 
     def _warn_of_the_end(self) -> None:
         """Name the line that a loop lacks if work is lost with this engine; once, and not after its own error."""
