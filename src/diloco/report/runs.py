@@ -96,6 +96,8 @@ def summary_facts(summary: Summary) -> dict[str, str]:
             _DATA_PARALLEL: data_parallel_bytes or None,
         }
     )
+    if "tokens/s" in facts and summary.replica_tokens_per_second is not None:
+        facts["tokens/s"] += f" of all replicas, {summary.replica_tokens_per_second:,.0f} of this one"
     if summary.eval_standard_error is not None:
         facts["held-out loss"] += f" ± {summary.eval_standard_error:.4f}"
     trained, total = summary.num_trained_params, sum(part.tokens for part in summary.contributors.values())

@@ -113,7 +113,7 @@ class Claim:
     """Inner steps since then."""
     position: Count
     """The replica's place in its slot of the text, in tokens."""
-    loss: Loss | None = None
+    loss: Loss | None
     """Mean training loss of the inner steps since the replica's last send; None if it tells none."""
 
 
