@@ -291,6 +291,8 @@ def test_two_machines_with_their_own_disks_train_together(folder, streaming):
         assert re.search(rf"^outer hash +{outer_hash[:16]}$", process.stdout, re.MULTILINE)
         assert last.startswith("files                runs/far")
     assert "The model writes" in processes[0].stdout and "this machine's metrics and" in processes[1].stdout
+    commands = "next: diloco report runs/far, diloco chat runs/far --serve"
+    assert processes[0].stdout.splitlines()[-1] == commands and "next:" not in processes[1].stdout
     assert not (machines[1] / "runs" / "far" / "summary.json").exists()
     mine, theirs = (read_config(machine / "runs" / "far") for machine in machines)
     assert replace(mine, runs=theirs.runs, data=theirs.data) == theirs

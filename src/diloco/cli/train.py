@@ -186,16 +186,18 @@ def _start(command: Command, budget: Budget | None) -> None:
             return
         file = config.directory / CONFIG_FILE
         was_there = file.exists() and resume is None  # then the run in the directory is another one
-        if speaks:
-            print("\n".join([*lines, *_addresses(config)]), flush=True)
         hint = f"go on with: {resume_command(config)}"
         lock = running(config.directory, hint=hint) if os.environ.get("RANK", "0") == "0" else nullcontext()
-        with lock, hinted(partial(_hint, config), when=lambda: file.exists() and not was_there):
+        with lock, hinted(partial(_hint, config, file), when=lambda: not was_there):
+            if speaks:
+                print("\n".join([*lines, *_addresses(config)]), flush=True)
             _train(asked, is_resume=resume is not None)
 
 
-def _hint(config: TrainConfig) -> str:
-    """The way to go on with a run that has ended too early."""
+def _hint(config: TrainConfig, file: Path) -> str:
+    """The way to go on with a run that has ended too early, or before its config file was there."""
+    if not file.exists():
+        return f"nothing is saved, and {config.directory} is not there: start again with the same command"
     from diloco.training.processes import under_a_launcher
     from diloco.training.records.checkpoints import finished_steps
 
@@ -291,3 +293,6 @@ def _replica(asked: TrainConfig, is_resume: bool) -> None:
                 progress.close()
         if progress is not None:
             print_outcome(config, outcome, console, rank=rank)
+            if outcome is not None and not rank:  # the first process has the model
+                run = shlex.quote(str(config.directory))
+                print(f"next: diloco report {run}, diloco chat {run} --serve", flush=True)
