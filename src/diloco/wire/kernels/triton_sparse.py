@@ -132,7 +132,7 @@ def _lanes(num_elements, SIZE: tl.constexpr):
 
 @triton.jit
 def _left(number, before, SIZE: tl.constexpr):
-    """How many are left of a number for this program, in 32 bits."""
+    """Number of elements left for this program, in 32 bits."""
     return tl.minimum(tl.maximum(number - before, 0), SIZE).to(tl.int32)
 
 
