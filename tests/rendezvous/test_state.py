@@ -120,6 +120,8 @@ def test_without_losses_there_is_no_curve():
     log = Log(num_fragments=1).join("a").rounds(3, 0)
     assert log.state.losses.curve(3) == () and log.state.losses.last(3) is None
     assert Losses().last(0) is None
+    log.outer(log.contribution(0, loss=2.5))
+    assert log.rounds(5, 0).state.losses.last(9) == 2.5, "of the newest outer step that tells one"
 
 
 def test_weights_are_by_tokens_or_by_tokens_squared_per_step():

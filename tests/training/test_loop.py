@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import truediv
@@ -29,6 +28,7 @@ from tests.training.runs import (
     TIMEOUT_SECONDS,
     command,
     lines,
+    replicas,
     run,
     started,
     summary,
@@ -164,20 +164,6 @@ def wait_for_step(process: Program, run: Path, step: int) -> int:
         assert time.monotonic() < deadline and process.process.exitcode is None, "the run came to nothing"
         time.sleep(0.02)
     return max(replicas(process.pid))
-
-
-def replicas(launcher: int) -> list[int]:
-    """The forks of the supervisor, which the launcher's child has forked."""
-    supervisors = [supervisor for ancestor in children(launcher) for supervisor in children(ancestor)]
-    return [replica for supervisor in supervisors for replica in children(supervisor)]
-
-
-def children(pid: int) -> Iterator[int]:
-    try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            yield from map(int, (task / "children").read_text().split())
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended
-        return
 
 
 def final_state(run: Path, replica: int) -> dict:

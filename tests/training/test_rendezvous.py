@@ -12,7 +12,7 @@ from statistics import fmean
 import pytest
 from tests.processes import program, run_main, run_replicas
 from tests.training.cases import rate
-from tests.training.runs import TIMEOUT_SECONDS, lines, run, started, summary
+from tests.training.runs import TIMEOUT_SECONDS, bodies, lines, quick_config, run, started, summary
 
 from diloco.cli.main import main
 from diloco.errors import DisagreementError, ExchangeError, Stopped, UserError
@@ -20,7 +20,7 @@ from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.follower import Follower
 from diloco.rendezvous.log.entries import Join, Leave, Outer
-from diloco.rendezvous.log.log import ENTRY, Log, first_entry
+from diloco.rendezvous.log.log import Log, first_entry
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.replay import replayed
 from diloco.rendezvous.store import Store
@@ -30,10 +30,8 @@ from diloco.training.config.config import (
     CheckpointConfig,
     DilocoConfig,
     ElasticConfig,
-    EvaluationConfig,
     TrainConfig,
 )
-from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolved
 from diloco.training.loop import train
 from diloco.training.prepare import prepare_run
@@ -51,23 +49,15 @@ STEPS = 48
 def config(small_corpus, tmp_path_factory) -> TrainConfig:
     """A run that takes milliseconds per step; it begins with two replicas."""
     folder = tmp_path_factory.mktemp("elastic")
-    asked = replace(
-        recipe("tiny"),
+    return quick_config(
+        folder,
+        small_corpus,
         name="a",
-        runs=folder / "runs",
         rendezvous=str(folder / "store"),
         num_tokens=STEPS * 8 * 32,
-        sequence_length=32,
-        model=DecoderConfig(num_layers=2, num_heads=2, width=16),
         diloco=DilocoConfig(sync_every=6, layers_per_fragment=1, overlap_steps=2),
         checkpoint=CheckpointConfig(every_steps=2),
-        evaluation=EvaluationConfig(num_tokens=512),
-        precision="fp32",
-        trackers=(),
-        timeout_seconds=30.0,
     )
-    data = replace(asked.data, train=(str(small_corpus),), held_out_fraction=0.1, cache=folder / "data")
-    return resolved(prepare_run(replace(asked, data=data)))
 
 
 def state_of(store: str) -> RunState:
@@ -78,12 +68,6 @@ def state_of(store: str) -> RunState:
         return await Log(place, (await first_entry(place))[1]).read_all()
 
     return asyncio.run(read())
-
-
-def bodies(store: str, kind: type) -> list:
-    paths = sorted(Path(store, "log").iterdir())
-    entries = (ENTRY.open(path.read_bytes(), "").header.body for path in paths)
-    return [body for body in entries if isinstance(body, kind)]
 
 
 def wait_for(path: Path, num_lines: int = 0) -> None:

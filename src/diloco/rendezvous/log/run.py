@@ -154,9 +154,10 @@ class Losses:
         return tuple((end, total / count) for end, (total, count) in zip(ends, self.parts, strict=True) if count)
 
     def last(self, num_outer: int) -> float | None:
-        """The mean over the parts of the last 5 % of the outer steps, at least over one; None if none is told."""
+        """The mean over the parts of the last 5 % of the outer steps, at least over one with a loss."""
         first = (num_outer - max(1, num_outer // LOSS_TAIL)) // self.every
-        last = self.parts[max(0, first) :]
+        with_loss = [number for number, (_, count) in enumerate(self.parts) if count]
+        last = self.parts[max(0, min([first, *with_loss[-1:]])) :]
         count = sum(count for _, count in last)
         return sum(total for total, _ in last) / count if count else None
 
