@@ -44,10 +44,7 @@ TABLES: dict[str, tuple[Callable[[Rows], list[Any]], Callable[[], list[Any]]]] =
     ),
     "streaming_overtraining": (
         lambda ours: cells(ours, "tokens_billion", "hours", "hours_1_gbit_s", "tebibits", *SCORES),
-        lambda: cells(
-            [row | dict.fromkeys(COSTS * (row.get("replicas") == 4)) for row in transcribed("streaming_dolma")],
-            *("tokens_billion", *COSTS, *SCORES),
-        ),
+        lambda: cells(transcribed("streaming_dolma"), "tokens_billion", *COSTS, *SCORES),
     ),
     "streaming_scaling": (
         lambda ours: cells(ours, "flops", *SCORES),

@@ -73,7 +73,7 @@ def _experiment(
             "commands prints what to run, and tabulate what was run: leave one out", "commands", "tabulate"
         )
     if sites < 1 or (sites > 1 and not commands):
-        raise UserError(f"sites={sites}: it is at least 1, and only commands have sites", "sites", "commands")
+        raise UserError(f"sites={sites} must be at least 1, and is for commands alone", "sites", "commands")
     if commands:
         print("\n".join(cluster_lines(experiments, output, gpu_bytes=sizes.gpu_bytes, sites=sites)))
         return

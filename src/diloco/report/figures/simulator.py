@@ -10,8 +10,9 @@ import numpy as np
 from diloco.errors import UserError
 from diloco.presets import METHODS, Method
 from diloco.report.figures.drawing import MARKERS, STYLES, new_figure, save, viridis
+from diloco.scaling.judgement import EXTRAPOLATED, EXTRAPOLATED_PARAMS
 from diloco.scaling.power_laws import SEQUENCE_LENGTH, batch_tokens
-from diloco.scaling.table import method_name, published_table
+from diloco.scaling.table import Point, method_name, published_table
 from diloco.simulator.bandwidth import GBIT_S
 from diloco.simulator.description import MethodSettings, Pattern
 from diloco.simulator.paper import PaperModel
@@ -208,7 +209,7 @@ def wall_clock() -> "Figure":
     """
 
     def line(num_replicas: int, network: NetworkName) -> Line:
-        points = [point for point in published_table() if point.replicas == num_replicas]
+        points = [point for point in _published_points() if point.replicas == num_replicas]
         hours = [_run(point.params, num_replicas, network).seconds / 3600 for point in points]
         return Line(method_name(num_replicas), hours, [point.eval_loss for point in points])
 
@@ -217,6 +218,13 @@ def wall_clock() -> "Figure":
         for name, network in NETWORKS.items()
     }
     return draw_lines(panels, x_label="wall-clock, hours", y_label="held-out loss, nats per token", markers=True)
+
+
+def _published_points() -> list[Point]:
+    """The published losses up to 2.4B, and at 4B and 10B those with the hyperparameters of each M's own law."""
+    own = {m: losses for (fit, m), losses in EXTRAPOLATED.items() if fit == "independent"}
+    sizes = dict(enumerate(EXTRAPOLATED_PARAMS))
+    return [*published_table(), *(Point(n, m, losses[i]) for m, losses in own.items() for i, n in sizes.items())]
 
 
 FIGURES: dict[str, Callable[[], "Figure"]] = {
