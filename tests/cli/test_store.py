@@ -78,7 +78,8 @@ def test_a_check_is_printed_as_text_or_as_json(directory: Server, capsys: pytest
 @pytest.mark.parametrize(
     ("options", "sentence"), [("size=1m", "no space left on device"), ("ro", "read-only file system")]
 )
-def test_a_directory_that_is_full_or_read_only(options: str, sentence: str, tmp_path: Path, capsys):
+def test_a_directory_that_is_full_or_read_only(options: str, sentence: str, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setattr("diloco.rendezvous.check._PATIENCE_SECONDS", 1.0)  # a full disk may be emptied
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", tmp_path], capture_output=True)
     if mounted.returncode != 0:
         pytest.skip(f"can't mount: {mounted.stderr.decode().strip()}")

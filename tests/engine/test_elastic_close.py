@@ -15,7 +15,7 @@ from tests.rendezvous.replicas import H, P, Replica, new_model
 
 from diloco.errors import DisagreementError, ExchangeError, UserError
 from diloco.outer.digest import parameters_hash
-from diloco.rendezvous.contract import Offer
+from diloco.rendezvous.contract import News, Offer
 from diloco.rendezvous.log.entries import LogError
 from diloco.rendezvous.replay import Replay, replayed
 
@@ -158,6 +158,29 @@ def test_a_replica_that_trains_on_after_the_end_is_told_so_and_ends_with_it(tmp_
     assert slow.engine.outer_hash() == ours.engine.outer_hash()
     with pytest.raises(LogError, match=r"a run that has ended: diloco export .* writes its outer"):
         Replica(str(tmp_path), name="late")
+
+
+def test_an_outer_step_that_comes_with_the_entry_that_closes_the_run_is_taken(tmp_path) -> None:
+    """In the last look of `finish`, after it has merged all that had come."""
+    ours, late = hurried(Replica(str(tmp_path), name="ours")), Replica(str(tmp_path), name="late")
+    until(lambda: min(min(counted(ours)), min(counted(late))) >= 0, ours, late)
+    until(lambda: not late.engine._membership.in_flight, ours, late)
+    for _ in range(H):
+        ours.step(pause_seconds=0.003)
+    ours.engine.finish(close=True)
+    ours.exchange.leave()
+    seat, rounds = late.engine._membership.joined.seat, list(late.rounds)
+    with seat.follower.news:
+        assert seat.follower.news.wait_for(lambda: seat.follower.closed, 20)
+    step = seat.step
+
+    def nothing_while_it_merges(*arguments, is_last: bool = False, **others) -> News:
+        return News(rounds=rounds) if is_last else step(*arguments, **others)
+
+    seat.step = nothing_while_it_merges
+    late.seen(late.engine.finish())
+    assert late.engine.outer_hash() == ours.engine.outer_hash() and late.rounds != rounds
+    late.exchange.leave()
 
 
 def test_a_store_that_is_gone_at_the_end_is_waited_for_and_then_said(tmp_path, monkeypatch, caplog) -> None:

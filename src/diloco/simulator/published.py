@@ -60,7 +60,7 @@ class Cost(NamedTuple):
     hours: float | None
     """Wall-clock time on a link of infinite bandwidth; None where the paper prints none."""
     hours_1_gbit_s: float | None
-    """Wall-clock time on a link of 1 Gbit/s; None where the paper prints none."""
+    """Wall-clock time on a link of 1 Gbit/s; None likewise."""
     tebibits: float
     """Payload, at 16 bits per gradient and 4 bits per outer gradient, in 2⁴⁰ bits."""
 
@@ -71,7 +71,7 @@ OVERTRAINING_COSTS: dict[tuple[Method, int, int], Cost] = {
     )
     for row in rows("streaming_overtraining")
 }
-"""arXiv 2501.18512, Tables 2 and 8, by method, M and 10⁹ tokens: H = 100. Its TB are tebibits."""
+"""arXiv 2501.18512, Tables 2 and 8, by method, M and 10⁹ tokens: H = 100. The paper prints TB for the last."""
 _OVERTRAINING_STEP_TOKENS = 512 * 2048
 _OVERTRAINED = SIZES["1B"]._replace(num_params=32_000 * 2048 + 24 * 12 * 2048**2)
 """All parameters of the 1B model of Table 3, embeddings included: they give the column of payloads."""
@@ -144,11 +144,12 @@ def wall_clock_table() -> dict[Method, tuple[float, ...]]:
 
 
 def overtraining_table() -> dict[tuple[Method, int, int], Cost]:
-    """Tables 2 and 8, simulated, by method, M and 10⁹ tokens; the batch of each replica is the same."""
+    """Tables 2 and 8, simulated, by method, M and 10⁹ tokens."""
     table: dict[tuple[Method, int, int], Cost] = {}
     for method, num_replicas, billions in OVERTRAINING_COSTS:
         settings = MethodSettings(method=method, sync_every=100)
         (utilization,) = _OVERTRAINED.model(settings).compute_utilization((1.0,))
+        # With M = 4 the batch is doubled.
         num_steps = billions * 1e9 / (_OVERTRAINING_STEP_TOKENS * num_replicas / 2)
         hours = num_steps * _OVERTRAINED.step_seconds / 3600
         bits_per_step = 16.0 if method == "data_parallel" else 4 / settings.sync_every

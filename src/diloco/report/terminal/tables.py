@@ -102,9 +102,9 @@ def published() -> Iterator[Table | str]:
     yield "Published · simulated. The volume that fits data_parallel's bandwidths does not give its hours.\n"
     title = "arXiv 2501.18512, Tables 2 and 8: the 1B model overtrained"
     costs = _table("method", "M", "tokens", "hours", "hours, 1 Gbit/s", "Tibit", names=3, title=title)
-    for run, cost in overtraining_table().items():
-        method, num_replicas, billions = run
-        costs.add_row(method, str(num_replicas), f"{billions}·10⁹", *_beside(OVERTRAINING_COSTS[run], cost))
+    for (method, num_replicas, billions), cost in overtraining_table().items():
+        published = OVERTRAINING_COSTS[method, num_replicas, billions]
+        costs.add_row(method, str(num_replicas), f"{billions}·10⁹", *_beside(published, cost))
     yield costs
     yield "Published · simulated."
 
@@ -115,8 +115,12 @@ def _cell(cell: Cell) -> str:
 
 
 def _beside(published: Sequence[float | None], row: Sequence[float | None]) -> list[str]:
-    pairs = zip(published, row, strict=True)
-    return [f"{p:g} · {ours:.2f} ({ours / p - 1:+.0%})" if p and ours else f"{ours:.2f}" for p, ours in pairs]
+    """Each number beside ours; ours alone where the paper prints none."""
+    return [
+        f"{p:g} · {ours:.2f} ({ours / p - 1:+.0%})" if p else f"{ours:.2f}"
+        for p, ours in zip(published, row, strict=True)
+        if ours is not None
+    ]
 
 
 def _gbit_s(gbit_s: float | None) -> str:
