@@ -12,14 +12,28 @@ from diloco.wire.kernels import gpu
 from diloco.wire.payload import checksum
 from gpu.place import Measurements, Place, Row
 
-GOAL = 0.7
+GOALS = {
+    "e3m0": (0.7, 0.85),
+    **dict.fromkeys(("fp32", "bf16", "fp16"), (0.9, 0.9)),
+    "topk": (0.2, 0.2),
+    **dict.fromkeys(("feddropout", "dare"), (0.5, 0.5)),
+}
+"""Encode, and decode and add, over a copy."""
+PROGRAMS = {
+    "e3m0": ("_UNPACKED", ((512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8))),
+    "int8": ("_UNPACKED", ((1024, 2), (1024, 4), (2048, 4), (4096, 8))),
+    **dict.fromkeys(("bf16", "feddropout"), ("_SIZE", ((512, 4), (1024, 4), (2048, 4), (2048, 8), (4096, 8)))),
+    "topk": ("_SIZE", ((512, 4), (2048, 4), (4096, 8))),
+}
+"""For a codec, the constant of `kernels.gpu` that is the elements of a program; numbers and warps to try."""
 
 
 def measurements(place: Place) -> Measurements:
     specs = ["e3m0", *(spec for spec in CODECS if spec != "e3m0")]
     return {
         **{spec: partial(_codec, place, spec) for spec in specs},
-        **{f"programs of {spec}": partial(_programs, place, spec) for spec in ("e3m0", "int8", "e2m1")},
+        **{f"programs of {spec}": partial(_programs, place, spec) for spec in PROGRAMS},
+        "histograms of topk": partial(_histograms, place),
         "to the host": partial(_to_host, place),
     }
 
@@ -44,18 +58,30 @@ def _codec(place: Place, spec: str) -> Row:
         "decode_add_gbyte_s": decode,
         "encode_of_copy": round(encode / copy, 3),
         "decode_add_of_copy": round(decode / copy, 3),
-        "ok": place.goal(min(encode, decode) >= GOAL * copy) if spec == "e3m0" else None,
+        "ok": place.goal(encode >= GOALS[spec][0] * copy and decode >= GOALS[spec][1] * copy)
+        if spec in GOALS
+        else None,
     }
 
 
 def _programs(place: Place, spec: str) -> Row:
     """Encode, and decode and add, over a copy, with other numbers of elements and warps a program."""
     row: Row = {}
-    pairs = [(512, 1), (1024, 1), (1024, 2), (1024, 4), (2048, 1), (2048, 2), (2048, 4), (4096, 4), (4096, 8)]
-    for elements, warps in [*pairs, (8192, 8)]:
-        with patch.object(gpu, "_ELEMENTS", elements), patch.dict(gpu._OPTIONS, num_warps=warps):
+    constant, pairs = PROGRAMS[spec]
+    for elements, warps in pairs:
+        options = gpu._OPTIONS | {"num_warps": warps}
+        with patch.multiple(gpu, **{constant: elements, "_OPTIONS": options, "_UNPACK_OPTIONS": options}):
             speeds = _codec(place, spec)
         row[f"{elements} elements, {warps} warps"] = speeds["encode_of_copy"], speeds["decode_add_of_copy"]
+    return row
+
+
+def _histograms(place: Place) -> Row:
+    """Top-K over a copy with other numbers of histograms."""
+    row: Row = {}
+    for number in (1, 8, 256):
+        with patch.object(gpu, "_HISTOGRAMS", number):
+            row[str(number)] = _codec(place, "topk")["encode_of_copy"]
     return row
 
 

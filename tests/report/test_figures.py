@@ -33,6 +33,7 @@ from diloco.report.figures.simulator import (
     fragments,
     schedules,
     step_seconds,
+    wall_clock,
 )
 from diloco.scaling.judgement import EXTRAPOLATED, EXTRAPOLATED_PARAMS
 from diloco.scaling.laws import Laws
@@ -181,3 +182,10 @@ def test_each_method_has_its_schedule():
     ]
     exchanges = [len([bar for bar in axes.patches if bar.get_y() > 0.5]) for axes in figure.axes]
     assert exchanges == [8, 4, 4, 4]
+
+
+def test_wall_clock_goes_on_to_the_losses_at_10b():
+    for axes in wall_clock().axes:
+        baseline, *_, eight = axes.get_lines()
+        losses = [loss for loss in baseline.get_ydata() if loss in EXTRAPOLATED["independent", 0]]
+        assert losses == [2.224, 2.09] and len(eight.get_ydata()) == 7, "of M = 8 there are none"

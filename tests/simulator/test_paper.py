@@ -115,9 +115,11 @@ def test_the_published_wall_clock_is_reproduced_except_for_data_parallel():
 
 
 def test_the_published_costs_of_overtraining_are_reproduced():
-    """Payloads to the digits that are printed, hours within 6 %."""
+    """Payloads to the digits that are printed, hours within 6 %, which Table 8 does not print."""
+    assert [cost.tebibits for run, cost in OVERTRAINING_COSTS.items() if 4 in run] == [0.55, 2.21, 5.52]
     for run, ours in overtraining_table().items():
         published = OVERTRAINING_COSTS[run]
         is_printed_whole = published.tebibits > 100
         assert published.tebibits == (int(ours.tebibits) if is_printed_whole else round(ours.tebibits, 2))
-        np.testing.assert_allclose(ours[:2], published[:2], rtol=0.06)
+        if published.hours is not None:
+            np.testing.assert_allclose(ours[:2], published[:2], rtol=0.06)

@@ -166,7 +166,7 @@ def test_one_flipped_bit_anywhere_is_noticed(wire):
 def test_a_payload_of_version_1_is_refused_with_both_versions():
     old = torch.frombuffer(bytearray(b"DLC1" + bytes(12 + 2 + 150)), dtype=torch.uint8)
     with pytest.raises(
-        PayloadError, match=r"not 168 bytes of version 1 of the wire format, and this is version 3: run"
+        PayloadError, match=r"not 168 bytes of version 1 of the wire format, and this is version 4: run"
     ):
         codec("e3m0").decode(old, 300)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from diloco.wire import formats
 from diloco.wire.blocks import BlockCodec, power_of_two
+from diloco.wire.kernels.gpu import gpu_casts
 from diloco.wire.payload import Codec, Key, is_finite
 
 
@@ -30,8 +31,10 @@ class _Unscaled(formats.Unscaled, Codec):
 
     def pack(self, delta_N: Float32[Tensor, "N"], body: UInt8[Tensor, "bytes"], key: Key) -> Bool[Tensor, ""]:
         """Write the vector's bytes in the format."""
-        largest, are_finite = torch.finfo(self.dtype).max, []
         self.check_body(body, delta_N.numel())
+        if delta_N.is_cuda and (kernels := gpu_casts(self.dtype)) is not None:
+            return kernels.pack(delta_N, body)
+        largest, are_finite = torch.finfo(self.dtype).max, []
         for part_n, bytes_n in self._in_cache(delta_N, body):
             are_finite.append(is_finite(part_n))
             if self.dtype != torch.float32:
@@ -44,6 +47,8 @@ class _Unscaled(formats.Unscaled, Codec):
     ) -> Bool[Tensor, ""]:
         """Read the bytes as FP32."""
         self.check_body(body, to_N.numel())
+        if to_N.is_cuda and (kernels := gpu_casts(self.dtype)) is not None:
+            return kernels.unpack(body, to_N, add=add)
         are_finite = []
         for part_n, bytes_n in self._in_cache(to_N, body):
             values = bytes_n.view(self.dtype)

@@ -125,8 +125,12 @@ VERDICTS = {
         "; ".join(
             f"{name}: {answer}"
             for name in (
-                *(f"at the end with {rate} of the learning rate" for rate in ("5%", "30%", "100%")),
-                "halfway",
+                *(
+                    f"H = {period}, at the end with {rate} of the learning rate"
+                    for period in (30, 100)
+                    for rate in ("5%", "30%", "100%")
+                ),
+                "H = 30, halfway",
             )
         )
         for answer in ("agrees", "disagrees")
@@ -164,6 +168,11 @@ def test_cosines_that_fall_far_from_the_papers_do_not_agree():
     assert one.finding(rows).verdict == "agrees"
     far = [{name: v + 0.5 if name.startswith("cosine_at_") else v for name, v in row.items()} for row in rows]
     assert one.finding(far).verdict == "disagrees"
+    most_steps = max(row["num_steps"] for row in rows)
+    in_short_runs = [
+        of_far if of_far["num_steps"] < most_steps else row for row, of_far in zip(rows, far, strict=True)
+    ]
+    assert one.finding(in_short_runs).verdict == "agrees", "the papers' runs are longer than ours"
 
 
 def test_an_overtrained_run_is_timed_by_its_own_period(monkeypatch):

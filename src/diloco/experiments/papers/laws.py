@@ -263,7 +263,7 @@ def single_replica(tier: Tier) -> Experiment:
         name="single_replica",
         claim="DiLoCo with a single replica ends below Data-Parallel's loss from 35M parameters on. By the law of "
         "the gap it does so above 9.4M, and is up to 0.4 % above it in smaller models.",
-        source="Finding 2, Table 4",
+        source="Finding 2, Figure 3, Table 4",
         with_accuracy=True,
         runs=over_seeds(tier, runs()),
         panels=lambda rows: _single_replica_panels(tier, rows),
