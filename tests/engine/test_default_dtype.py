@@ -82,9 +82,11 @@ def send_zeros() -> None:
                 overlap_steps=1,
                 exchange=diloco.ProcessGroupExchange(timeout_seconds=20),
             )
+            before = engine.outer_hash()
             for _ in range(5):
                 engine.step()
             engine.finish()
+            assert engine.bytes_received and engine.outer_hash() == before
 
 
 def test_equal_payloads_of_zeros_are_no_mistake():

@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tests.engine.test_elastic import counted, until
 from tests.engine.test_elastic_ends import cut_off
 from tests.rendezvous.replicas import H, P, Replica, new_model
 
 from diloco.errors import DisagreementError, ExchangeError, UserError
 from diloco.outer.digest import parameters_hash
-from diloco.rendezvous.contract import Offer
+from diloco.rendezvous.contract import News, Offer
 from diloco.rendezvous.log.entries import LogError
 from diloco.rendezvous.replay import Replay, replayed
 
@@ -160,6 +161,29 @@ def test_a_replica_that_trains_on_after_the_end_is_told_so_and_ends_with_it(tmp_
         Replica(str(tmp_path), name="late")
 
 
+def test_an_outer_step_that_comes_with_the_entry_that_closes_the_run_is_taken(tmp_path) -> None:
+    """In the last look of `finish`, after it has merged all that had come."""
+    ours, late = hurried(Replica(str(tmp_path), name="ours")), Replica(str(tmp_path), name="late")
+    until(lambda: min(min(counted(ours)), min(counted(late))) >= 0, ours, late)
+    until(lambda: not late.engine._membership.in_flight, ours, late)
+    for _ in range(H):
+        ours.step(pause_seconds=0.003)
+    ours.engine.finish(close=True)
+    ours.exchange.leave()
+    seat, rounds = late.engine._membership.joined.seat, list(late.rounds)
+    with seat.follower.news:
+        assert seat.follower.news.wait_for(lambda: seat.follower.closed, 20)
+    step = seat.step
+
+    def nothing_while_it_merges(*arguments, is_last: bool = False, **others) -> News:
+        return News(rounds=rounds) if is_last else step(*arguments, **others)
+
+    seat.step = nothing_while_it_merges
+    late.seen(late.engine.finish())
+    assert late.engine.outer_hash() == ours.engine.outer_hash() and late.rounds != rounds
+    late.exchange.leave()
+
+
 def test_a_store_that_is_gone_at_the_end_is_waited_for_and_then_said(tmp_path, monkeypatch, caplog) -> None:
     ours = Replica(str(tmp_path), name="ours", timeout_seconds=0.5)
     until(lambda: min(counted(ours)) >= 0 and not ours.engine._membership.in_flight, ours)
@@ -217,6 +241,36 @@ def test_a_payload_that_claims_tokens_which_cannot_be_is_counted_by_nobody(tmp_p
     for replica in (ours, liar):
         replica.vanish()
     assert replay_of(tmp_path).checked.steps
+
+
+def test_the_log_tells_the_mean_training_loss_since_the_last_send(tmp_path) -> None:
+    """Losses that the log does not take, such as NaN, are left out of the mean."""
+    ours, silent = Replica(str(tmp_path), name="ours"), Replica(str(tmp_path), name="silent")
+    offers, offer = list[Offer](), ours.engine._membership.joined.seat.offer
+
+    def seen(one: Offer, *contents) -> None:
+        offers.append(one)
+        offer(one, *contents)
+
+    ours.engine._membership.joined.seat.offer = seen
+    losses = iter([3.0, torch.tensor(2.5, requires_grad=True), float("nan"), 1e30, *(2.0 for _ in range(10**4))])
+    while not offers:
+        ours.step(loss=next(losses))
+    assert offers[0].loss == sum((3.0, 2.5, *(2.0 for _ in range(offers[0].steps - 4)))) / (offers[0].steps - 2)
+    until(lambda: min(min(counted(ours)), min(counted(silent))) >= 1, ours, silent)
+    counted_losses = [c.loss for ref in ours.exchange.state.since for c in ref.body.contributions]
+    assert offers[0].loss in counted_losses and set(counted_losses) <= {offers[0].loss, None}
+    for replica in (ours, silent):
+        replica.vanish()
+    assert replay_of(tmp_path).checked.steps
+
+
+@pytest.mark.parametrize("loss", ["2", torch.ones(2), 1j])
+def test_a_loss_is_a_number(loss, tmp_path) -> None:
+    ours = Replica(str(tmp_path))
+    with pytest.raises(UserError, match="loss must be a number, or a tensor of one"):
+        ours.step(loss=loss)
+    ours.vanish()
 
 
 def test_a_store_that_is_gone_while_a_payload_is_in_flight_keeps_nobody_at_the_end(tmp_path, monkeypatch) -> None:

@@ -64,7 +64,8 @@ def any_exchange(timeout_seconds: float, **arguments: int) -> Transport:
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_replicas", "num_connections"), [(2, 1), (3, 1), (2, 4), (3, 2)])
 def test_exchanges_in_flight_together_arrive_whole_in_whatever_order(num_replicas, num_connections):
-    run_replicas(exchange_out_of_order, num_replicas, num_connections, LENGTHS)
+    answered = run_replicas(exchange_out_of_order, num_replicas, num_connections, LENGTHS)
+    assert answered == [set(range(num_replicas)) - {replica} for replica in range(num_replicas)]
 
 
 def connections_of(num_connections: int) -> tuple[int, list[int], list[int]]:

@@ -122,6 +122,7 @@ def test_the_board_takes_only_requests(text):
     board.ask(Request("compare_set", "words", b"not a number"))
     with suppress(ValueError):
         board.ask(msgspec.msgpack.decode(text, type=Request))
+    assert board._num_bytes == sum(map(len, board._values.values()))
 
 
 def test_the_board_is_bounded():
