@@ -247,7 +247,7 @@ class _Run:
         own = [] if steps is None else [steps.loss, steps.compute_utilization]
         of_replicas = [values for values in share(self.world.everyone, own, list[float]) if values]
         means = map(fmean, zip(*of_replicas, strict=True))
-        results = dict(zip(("training_loss", "compute_utilization"), means, strict=False))
+        results: dict[str, float] = dict(zip(("training_loss", "compute_utilization"), means, strict=False))
         if self.world.rendezvous is not None and steps is not None and steps.tokens_per_second is not None:
             results["tokens_per_second"] = steps.tokens_per_second
         return results
