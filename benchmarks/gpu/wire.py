@@ -2,13 +2,11 @@
 
 import time
 from functools import partial
-from unittest.mock import patch
 
 import torch
 
 from diloco.wire import CODECS, Key, codec
 from diloco.wire.formats import HEADER_BYTES
-from diloco.wire.kernels import gpu
 from diloco.wire.kernels.gpu import GpuSparse
 from diloco.wire.kernels.native import native
 from diloco.wire.kernels.native_sparse import NativeSparse
@@ -24,19 +22,12 @@ GOALS = {
     **dict.fromkeys(("feddropout", "dare"), (0.5, 0.5)),
 }
 """Encode, and decode and add, over a copy, which moves 8 bytes an element; adding takes 8 and the body's."""
-PROGRAMS = {
-    "e3m0": ("_UNPACKED", ((256, 1), (256, 2), (512, 1), (512, 2), (512, 4), (1024, 8))),
-    "bf16": ("_CAST", ((512, 2), (1024, 8), (2048, 8))),
-    "feddropout": ("_SIZE", ((256, 1), (256, 2), (512, 2), (512, 4), (1024, 8))),
-}
-"""For a codec, the constant of `kernels.gpu` that is the elements of a program; numbers and warps to try."""
 
 
 def measurements(place: Place) -> Measurements:
     specs = ["e3m0", *(spec for spec in CODECS if spec != "e3m0")]
     return {
         **{spec: partial(_codec, place, spec) for spec in specs},
-        **{f"programs of {spec}": partial(_programs, place, spec) for spec in PROGRAMS},
         "parts of topk": partial(_parts_of_topk, place),
         "to the host": partial(_to_host, place),
     }
@@ -68,31 +59,16 @@ def _codec(place: Place, spec: str) -> Row:
     }
 
 
-def _programs(place: Place, spec: str) -> Row:
-    """Encode, and decode and add, over a copy, with other numbers of elements and warps a program."""
-    row: Row = {}
-    constant, pairs = PROGRAMS[spec]
-    for elements, warps in pairs:
-        options = gpu._OPTIONS | {"num_warps": warps}
-        with patch.multiple(
-            gpu, **{constant: elements, **dict.fromkeys(("_OPTIONS", "_UNPACK_OPTIONS", "_CAST_OPTIONS"), options)}
-        ):
-            speeds = _codec(place, spec)
-        row[f"{elements} elements, {warps} warps"] = speeds["encode_of_copy"], speeds["decode_add_of_copy"]
-    return row
-
-
 def _parts_of_topk(place: Place) -> Row:
-    """Milliseconds of the parts of Top-K."""
+    """Milliseconds of Top-K's parts: `largest` includes the threshold, and `spread` the unpacking."""
     wire, num = TopK(), place.size(1 << 28, 1 << 14)
     delta_N = torch.randn(num, generator=torch.Generator(place.device).manual_seed(0), device=place.device)
     kernels, kept = (NativeSparse(native()) if place.dry else GpuSparse()), wire.num_values(num)
     place_k, kept_k, _ = kernels.largest(delta_N, kept)
     places = torch.empty(wire.places_bytes(num), dtype=torch.uint8, device=place.device)
-    wire.pack_places(place_k, num, places)
-    bad = torch.zeros((), dtype=torch.int32, device=place.device)
+    bad = [] if place.dry else [torch.zeros((), dtype=torch.int32, device=place.device)]
     parts = {
-        "threshold": lambda: kernels._threshold(delta_N, kept, *([] if place.dry else [bad])),
+        "threshold": lambda: kernels._threshold(delta_N, kept, *bad),
         "largest": lambda: kernels.largest(delta_N, kept),
         "pack places": lambda: wire.pack_places(place_k, num, places),
         "unpack places": lambda: wire.unpack_places(places, num),

@@ -91,8 +91,8 @@ def compare_casts(name: str, num: int) -> None:
         assert not kernels.unpack(broken_N.to(wire.dtype).view(torch.uint8), decoded_N, add=False), name
 
 
-def compare_sparse(spec: str, num: int) -> None:
-    wire, delta_N = codec(spec), vector(num)
+def compare_sparse(spec: str, delta_N: Tensor) -> None:
+    wire, num = codec(spec), delta_N.numel()
     expected = wire.encode(delta_N, KEY)
     expected_N, added_N = wire.decode(expected, num, KEY), torch.linspace(-1, 1, num)
     wire.decode_into(added_N, expected, KEY, add=True)
@@ -100,8 +100,9 @@ def compare_sparse(spec: str, num: int) -> None:
         assert same(wire.encode(delta_N, KEY), expected), spec
         assert same(wire.decode(expected, num, KEY), expected_N), spec
         assert same(wire.decode_into(torch.linspace(-1, 1, num), expected, KEY, add=True), added_N), spec
-        delta_N[num // 2] = torch.nan
-        assert not wire.packed(delta_N, KEY)[1], spec
+        broken_N = delta_N.clone()
+        broken_N[num // 2] = torch.nan
+        assert not wire.packed(broken_N, KEY)[1], spec
 
 
 def compare_damage(spec: str) -> None:
@@ -128,7 +129,10 @@ if __name__ == "__main__":
         for name in ("fp32", "bf16", "fp16"):
             compare_casts(name, num)
         for name, density in product(("topk", "feddropout", "dare"), (0.05, 0.5, 1.0)):
-            compare_sparse(f"{name}:density={density}", num)
+            compare_sparse(f"{name}:density={density}", vector(num))
+    few_magnitudes = torch.zeros(700), torch.ones(700), torch.arange(700.0) // 680
+    for density, magnitudes in product((0.001, 0.05), few_magnitudes):
+        compare_sparse(f"topk:density={density}", magnitudes)
     for spec in SPECS:
         for num in NUMS:
             compare(spec, num)

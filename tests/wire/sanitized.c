@@ -179,8 +179,8 @@ static void drive_sparse(int64_t n) {
         float *x = floats(n, 1), *kept = malloc(4 * k);
         int64_t *places = malloc(8 * k), *again = malloc(8 * k);
         uint8_t *low = bytes((k * num_low + 7) / 8), *high = calloc((num_high + 7) / 8, 1);
-        uint32_t *upper = calloc(1 << 15, 4), *lower = calloc(1 << 16, 4), bin = 0x7FFF, last = 0xFFFF;
-        int64_t left = k;
+        int64_t *upper = calloc(1 << 15, 8), *lower = calloc(1 << 16, 8), left = k;
+        uint32_t bin = 0x7FFF, last = 0xFFFF;
         topk_histogram(x, n, -1, upper);
         while (k && left > upper[bin]) left -= upper[bin--];
         topk_histogram(x, n, (int32_t)bin, lower);

@@ -88,9 +88,10 @@ def test_a_mask_has_room_for_six_standard_deviations_more_than_its_mean(name):
         ("int2:block=6", r"int2: block must be .* a multiple of 4, not 6"),
         ("int8:block=65537", r"int8: block must be from 2 to 65536 elements, not 65537"),
         ("e3m0:block=64,block=128", r"'block=128' is not an option of e3m0, or given twice"),
-        ("topk:density=0", r"topk: density must be above 0 and at most 1, not 0"),
-        ("topk:density=1.5", r"topk: density must be above 0 and at most 1, not 1.5"),
-        ("topk:density=nan", r"topk: density must be above 0 and at most 1, not nan"),
+        ("topk:density=0", r"topk: density must be from 2\^-32 to 1, not 0"),
+        ("dare:density=1e-40", r"dare: density must be from 2\^-32 to 1, not 1e-40"),
+        ("topk:density=1.5", r"topk: density must be from 2\^-32 to 1, not 1.5"),
+        ("topk:density=nan", r"topk: density must be from 2\^-32 to 1, not nan"),
         ("topk:values=topk", r"topk: values=topk must be one of fp32, bf16"),
     ],
 )

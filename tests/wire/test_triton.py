@@ -49,7 +49,8 @@ def test_sparse_and_cast_kernels_compile_for_gpus(capability, tmp_path, monkeypa
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     vectors = {"delta_ptr": "*fp32", "to_ptr": "*fp32", "kept_ptr": "*fp32", "places_ptr": "*i64"}
-    counts = dict.fromkeys(("counts_ptr", "bad_ptr", "bin_ptr", "threshold_ptr", "above_ptr", "equal_ptr"), "*i32")
+    names = "counts_ptr", "bad_ptr", "least_ptr", "threshold_ptr", "above_ptr", "equal_ptr"
+    counts = dict.fromkeys(names, "*i32")
     sums = dict.fromkeys(("ends_ptr", "ties_ptr"), "*i64")
     types = defaultdict(lambda: "i32", **vectors, **counts, **sums, num_elements="i64", room="i64")
     ends = types | {"above_ptr": "*i64", "equal_ptr": "*i64"}
@@ -58,8 +59,9 @@ def test_sparse_and_cast_kernels_compile_for_gpus(capability, tmp_path, monkeypa
         (triton_sparse.mask_pack, types, {}),
         (triton_sparse.mask_unpack, types, {"ADD": False}),
         (triton_sparse.mask_unpack, types, {"ADD": True}),
-        (triton_sparse.histogram, types, {"UPPER": True, "COPIES": 8}),
-        (triton_sparse.histogram, types, {"UPPER": False, "COPIES": 8}),
+        (triton_sparse.histogram, types, {"UPPER": True, "GROUP": 8, "COPIES": 8}),
+        (triton_sparse.histogram, types, {"UPPER": True, "GROUP": 1, "COPIES": 8}),
+        (triton_sparse.histogram, types, {"UPPER": False, "GROUP": 1, "COPIES": 8}),
         (triton_sparse.largest_counts, types, {}),
         (triton_sparse.largest_pack, ends, {}),
     ]

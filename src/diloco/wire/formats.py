@@ -114,14 +114,14 @@ class Sparse(Format):
     """A share of N elements; the others are zero. The body is the places, if they are sent, then the values."""
 
     density: float = 0.05
-    """The share of the elements that is kept, above 0 and at most 1: exactly, or on average."""
+    """The share of the elements that is kept, from 2^-32 to 1: exactly, or on average."""
     values: str = "fp32"
     """The name of the dense format of the kept elements; its options are the defaults."""
 
     def __post_init__(self) -> None:
         """Refuse a density that keeps nothing, and values that aren't dense."""
-        if not 0 < self.density <= 1:
-            raise UserError(f"{self.name}: density must be above 0 and at most 1, not {self.density}")
+        if not 2**-32 <= self.density <= 1:  # a mask's numbers have 32 bits
+            raise UserError(f"{self.name}: density must be from 2^-32 to 1, not {self.density}")
         dense = [name for name, kind in FORMATS.items() if not issubclass(kind, Sparse)]
         if self.values not in dense:
             raise UserError(f"{self.name}: values={self.values} must be one of {', '.join(dense)}")

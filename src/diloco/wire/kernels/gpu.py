@@ -49,6 +49,10 @@ _HISTOGRAMS = 64
 """Histograms that programs add to in turns: with one, they would wait for each other."""
 
 
+_GROUP = 64
+"""The most elements of which Top-K's first histogram counts the largest."""
+
+
 _CHUNK = 2048
 """Logits that a program reads at a time; with four warps the best of eight settings on an H200."""
 
@@ -191,18 +195,29 @@ class GpuSparse:
 
     def _threshold(self, delta_N: Tensor, kept: int, bad: Tensor) -> tuple[Tensor, Tensor]:
         """The magnitude of the k-th largest, as an integer, and the number of those at it that are kept."""
-        threshold = torch.zeros(1, dtype=torch.int32, device=delta_N.device)
+        least = torch.zeros(1, dtype=torch.int32, device=delta_N.device)
         left = torch.full((1,), kept, dtype=torch.int64, device=delta_N.device)
-        for is_upper, num_bins in ((True, 1 << 15), (False, 1 << 16)):
-            counts = torch.zeros(_HISTOGRAMS, num_bins, dtype=torch.int32, device=delta_N.device)
-            tensors, choices = (delta_N, counts, threshold, bad), {"UPPER": is_upper, "COPIES": _HISTOGRAMS}
-            _start(self._code.histogram, delta_N.numel(), *tensors, delta_N.numel(), **choices)
-            from_bin_on = counts.sum(0).flip(0).cumsum(0).flip(0)
-            # The last bin from which on there are enough.
-            chosen = ((from_bin_on >= left).sum().view(1) - 1).clamp_(min=0)
-            above = torch.nn.functional.pad(from_bin_on, (0, 1)).gather(0, chosen + 1)
-            threshold, left = (threshold << 16) + chosen.int(), left - above
-        return threshold, left
+        # At least twice as many groups as elements that are kept.
+        group = min(_GROUP, 1 << max(0, (delta_N.numel() // (2 * max(1, kept))).bit_length() - 1))
+        if group > 1:
+            least, _ = self._last_bin(delta_N, bad, least, left, UPPER=True, GROUP=group)
+        least, left = self._last_bin(delta_N, bad, least, left, UPPER=True, GROUP=1)
+        threshold, left = self._last_bin(delta_N, bad, least, left, UPPER=False, GROUP=1)
+        return least + threshold, left
+
+    def _last_bin(
+        self, delta_N: Tensor, bad: Tensor, least: Tensor, left: Tensor, **choices: int
+    ) -> tuple[Tensor, Tensor]:
+        """The least magnitude of the last bin from which on there are enough, and the number left for it."""
+        bins = 1 << 15 if choices["UPPER"] else 1 << 16
+        counts = torch.zeros(_HISTOGRAMS, bins, dtype=torch.int32, device=delta_N.device)
+        tensors = delta_N, counts, least.clamp(min=1), bad
+        _start(self._code.histogram, delta_N.numel(), *tensors, delta_N.numel(), COPIES=_HISTOGRAMS, **choices)
+        from_bin_on = counts.sum(0).flip(0).cumsum(0).flip(0)
+        # Where there are not enough, zeros, which are not counted, fill the first bin.
+        chosen = ((from_bin_on >= left).sum().view(1) - 1).clamp_(min=0)
+        above = torch.nn.functional.pad(from_bin_on, (0, 1)).gather(0, chosen + 1)
+        return chosen.int() << (16 if choices["UPPER"] else 0), left - above
 
     def _mask_ends(self, words: Sequence[int], vector_N: Tensor) -> Tensor:
         """For each program, the number of elements up to its end that a mask keeps."""

@@ -322,7 +322,7 @@ INLINE uint64_t in_bin(const float *x, int64_t n, uint32_t bin) {
     return bits_of_flags(flag);
 }
 // Count magnitudes by their upper 15 bits, or, of those whose upper bits are `bin`, by their lower 16.
-int topk_histogram(const float *x, int64_t n, int32_t bin, uint32_t *counts) {
+int topk_histogram(const float *x, int64_t n, int32_t bin, int64_t *counts) {
     for (int64_t i = 0; bin < 0 && i < n; i++) counts[magnitude_of(x[i]) >> 16]++;
     for (int64_t i = 0; bin >= 0 && i < n; i += 64) {
         uint64_t bits = n - i < 64 ? in_bin(x + i, n - i, (uint32_t)bin) : in_bin(x + i, 64, (uint32_t)bin);

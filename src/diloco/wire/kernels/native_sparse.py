@@ -122,13 +122,13 @@ class NativeSparse:
     def _histogram(self, delta_N: Tensor, upper_bits: int, num_bins: int) -> Tensor:
         histogram = self._function("topk_histogram", c_void_p, c_int64, c_int32, c_void_p)
         parts = ranges(delta_N.numel(), 64)
-        counts = torch.zeros(len(parts), num_bins, dtype=torch.int32, device=CPU)
+        counts = torch.zeros(len(parts), num_bins, dtype=torch.int64, device=CPU)
 
         def call(number: int, start: int, length: int) -> int:
             return histogram(delta_N.data_ptr() + 4 * start, length, upper_bits, counts[number].data_ptr())
 
         on_threads(call, [(number, *part) for number, part in enumerate(parts)])
-        return counts.sum(0)  # in int64
+        return counts.sum(0)
 
 
 def _last_bin(counts: Tensor, kept: int) -> tuple[int, int]:

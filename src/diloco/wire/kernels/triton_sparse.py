@@ -2,7 +2,9 @@
 
 A program works on SIZE elements. A first kernel counts what each program keeps, so that a second one knows the
 place of its first value. Top-K's threshold is the magnitude, as an integer of 31 bits, of the k-th largest: a
-histogram of the upper 15 bits, then one of the lower 16 of those in the threshold's bin, tell it exactly.
+histogram of the upper 15 bits, then one of the lower 16 of those in the threshold's bin, tell it exactly. A first
+histogram, of the largest magnitude of each group of elements, spares the others most of their additions: its k-th
+largest is at most the threshold, and what is smaller need not be counted.
 """
 
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportOperatorIssue=false
@@ -59,27 +61,30 @@ def mask_unpack(
 def histogram(
     delta_ptr,
     counts_ptr,
-    bin_ptr,
+    least_ptr,
     bad_ptr,
     num_elements,
     UPPER: tl.constexpr,
+    GROUP: tl.constexpr,
     COPIES: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """Count magnitudes by their upper 15 bits, or, of those in one such bin, by their lower 16.
+    """Count magnitudes, from `least` on, by their upper 15 bits, or those with its upper bits by their lower 16.
 
-    `counts` has COPIES rows, among which the programs take turns, of 2^15 or 2^16 columns.
+    Of each GROUP of elements only the largest magnitude is counted. `least` is above 0. `counts` has COPIES rows,
+    among which the programs take turns, of 2^15 or 2^16 columns.
     """
-    first, lane, is_here = _lanes(num_elements, SIZE)
-    delta = tl.load(delta_ptr + first + lane, mask=is_here, other=0.0)
-    magnitude = delta.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    row = tl.program_id(0) % COPIES
+    magnitude, _, delta = _magnitudes(delta_ptr, num_elements, SIZE)
+    if GROUP > 1:
+        magnitude = tl.max(tl.reshape(magnitude, [SIZE // GROUP, GROUP]), axis=1)
+    least, row = tl.load(least_ptr), tl.program_id(0) % COPIES
+    is_counted = magnitude >= least
     if UPPER:
         _check_finite(delta, bad_ptr, SIZE)
-        tl.atomic_add(counts_ptr + row * 32768 + (magnitude >> 16), 1, mask=is_here, sem="relaxed")
+        tl.atomic_add(counts_ptr + row * 32768 + (magnitude >> 16), 1, mask=is_counted, sem="relaxed")
     else:
-        is_here = is_here & (magnitude >> 16 == tl.load(bin_ptr))
-        tl.atomic_add(counts_ptr + row * 65536 + (magnitude & 0xFFFF), 1, mask=is_here, sem="relaxed")
+        is_counted = is_counted & (magnitude >> 16 == least >> 16)
+        tl.atomic_add(counts_ptr + row * 65536 + (magnitude & 0xFFFF), 1, mask=is_counted, sem="relaxed")
 
 
 @triton.jit
