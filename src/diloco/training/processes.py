@@ -58,7 +58,8 @@ def slow_imports(config: "TrainConfig") -> tuple[str, ...]:
     if config.rendezvous is not None:
         modules = (*modules, "diloco.rendezvous.store_rendezvous")
     if config.shards_per_replica > 1:
-        return (*modules, "torch._dynamo", "torch.distributed.fsdp")
+        cut = ("torch.distributed.tensor.parallel",) if config.tensor_parallel > 1 else ()
+        return (*modules, "torch._dynamo", "torch.distributed.fsdp", *cut)
     needs_dynamo = config.method == "data_parallel" or config.ddp_per_replica > 1 or config.compile
     return (*modules, "torch._dynamo") if needs_dynamo else modules
 

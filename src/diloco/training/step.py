@@ -66,7 +66,7 @@ def begin_step(
     sync, step = state.sync, state.step + 1
     blocked_before, sent_before, received_before = sync.blocked_seconds, sync.bytes_sent, sync.bytes_received
     loss_and_norm = begin_to_host(begin_inner_step(state, batch, world, rate))
-    outer_steps = [*sync.step(tokens=batch[:, 1:].size * world.num_ranks)]
+    outer_steps = [*sync.step(tokens=batch[:, 1:].size * world.num_readers)]
     sends = sync.bytes_sent > sent_before
     state.took(step)
     if state.is_over:

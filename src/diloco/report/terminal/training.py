@@ -268,7 +268,7 @@ def forecast_lines(config: TrainConfig, forecast: Forecast) -> Iterator[str]:
     )
     yield f"steps  {config.num_steps:,} of {config.tokens_per_step:,} tokens: {config.num_tokens:,} tokens"
     if config.rendezvous is not None:
-        own_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
+        own_tokens = config.replica_tokens
         yield (
             f"       of all replicas that join; this one reads {own_tokens:,} tokens per step, and alone would "
             f"take {-(-config.num_tokens // own_tokens):,} steps"
