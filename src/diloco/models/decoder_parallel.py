@@ -32,25 +32,19 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh, plan)
         _take_own_heads(block.attention, mesh)
     # Its output stays a DTensor, as the embedding is, by which it is multiplied.
-    distribute_module(
-        decoder.norm, mesh, input_fn=lambda _, inputs, mesh: (_as_dtensor(inputs[0], mesh, Replicate()),)
-    )
-    # A copy, since FSDP2 refuses to hook on to a view.
+    distribute_module(decoder.norm, mesh, input_fn=_placed(Replicate()))
+    # A copy, since FSDP2 warns of a view.
     decoder.register_forward_hook(lambda _, __, logits_BxTxV: logits_BxTxV.full_tensor().clone())
 
 
 def _in_each(norm: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     """Keep the gains of a norm in each process, with the sum of all gradients, where the inputs are placed so."""
-    distribute_module(
-        norm,
-        mesh,
-        input_fn=lambda _, inputs, mesh: (_as_dtensor(inputs[0], mesh, placement),),
-        output_fn=lambda _, output, mesh: output.to_local(),
-    )
+    distribute_module(norm, mesh, input_fn=_placed(placement), output_fn=lambda _, output, __: output.to_local())
 
 
-def _as_dtensor(x: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    return DTensor.from_local(x, mesh, [placement], run_check=False)
+def _placed(placement: Placement) -> Any:
+    """A function that makes a module's input, the local tensor of a placement, a DTensor."""
+    return lambda _, inputs, mesh: (DTensor.from_local(inputs[0], mesh, [placement], run_check=False),)
 
 
 def _take_own_heads(attention: Any, mesh: DeviceMesh) -> None:

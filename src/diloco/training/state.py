@@ -1,5 +1,6 @@
 """The one state object: everything of a replica that resumes, exchanges in flight included."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -326,6 +327,8 @@ def _shard(model: LanguageModel, world: World) -> None:
 
     assert world.mesh is not None, "a replica is several processes"
     names = world.mesh.mesh_dim_names or ()
+    # It warns of sums along one dimension after another, as that of the gradient norm is.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if "tensor" in names:
         model.parallelize(world.mesh["tensor"])
     for module in (*model.blocks, model):

@@ -95,8 +95,10 @@ class Summary:
     """M; with a rendezvous the number of contributors."""
     shards_per_replica: Count = 1
     """S."""
+    tensor_parallel: Count = 1
+    """Processes of a replica that compute on the same sequences."""
     ddp_per_replica: Count = 1
-    """Processes that share a replica's batch."""
+    """Copies of a replica's parameters, which share its batch."""
     eval_tokens: Count = 0
     """Held-out tokens that were evaluated."""
     wall_seconds: Seconds = 0.0
