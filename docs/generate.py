@@ -9,6 +9,7 @@ copies them all anew.
 
 import ast
 import contextlib
+import csv
 import dataclasses
 import inspect
 import io
@@ -71,7 +72,7 @@ def on_pre_build(**_: Any) -> None:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill in the generated parts of the page, and check the commands that it shows."""
-    makers = {"api": api, "commands": commands, "config": config_fields}
+    makers = {"api": api, "commands": commands, "config": config_fields, "papers": items_of_papers}
     markdown = re.sub(r"<!-- generate: (\w+) -->", lambda match: makers[match[1]](), markdown)
     named = [] if page.file.src_path in IMAGINED else named_commands(markdown)
     for command in shown_commands(markdown) + named:
@@ -227,6 +228,20 @@ class Doctests(griffe.Extension):
         if obj.docstring:
             blocks = re.sub(r"(?m)^>>>.*(?:\n(?!\n).+)*", r"```pycon\n\g<0>\n```", obj.docstring.value)
             obj.docstring.value = blocks
+
+
+def items_of_papers() -> str:
+    """A table for each paper: its items, what is measured here, the verdict, and how to see it."""
+    items = list(csv.DictReader((ROOT / "docs" / "results" / "papers.csv").read_text().splitlines()))
+    tables = []
+    for paper in dict.fromkeys(row["paper"] for row in items):
+        lines = ["| item | the paper | here | verdict | command, file |", "|---|---|---|---|---|"]
+        for row in items:
+            if row["paper"] == paper:
+                ways = "<br>".join(f"`{row[name]}`" for name in ("command", "file") if row[name])
+                lines.append(f"| {row['item']} | {row['shows']} | {row['measured']} | {row['verdict']} | {ways} |")
+        tables.append("\n".join([f"### arXiv {paper}\n", *lines]))
+    return "\n\n".join(tables)
 
 
 def with_code(markdown: str) -> str:

@@ -1,6 +1,7 @@
 """Settings of the libraries for all tests, and fixtures that are made once for all test processes."""
 
 import fcntl
+import gc
 import json
 import os
 import shutil
@@ -88,6 +89,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return True
     only_quick = config.getoption("markexpr") == "not slow"
     return (only_quick and "\npytestmark = pytest.mark.slow" in collection_path.read_text()) or None
+
+
+def pytest_collection_finish() -> None:
+    """Spare the modules and tests from collections of garbage, each of which would visit all of their objects."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

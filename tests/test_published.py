@@ -31,7 +31,6 @@ def bandwidths(rows: Rows, *key: str) -> list[tuple[Any, ...]]:
 
 TARGETS = ("0.5", "0.8", "0.9", "0.95", "0.99")
 SCORES = ("eval_loss", "hellaswag", "piqa", "arc_easy")
-COSTS = ("hours_infinite_link", "hours_1_gbit", "terabytes_exchanged")
 QUANTITIES = {"loss": "loss", "learning_rate": "learning_rate", "batch_size": "batch_tokens"}
 TABLES: dict[str, tuple[Callable[[Rows], list[Any]], Callable[[], list[Any]]]] = {
     "streaming_bandwidth": (
@@ -45,8 +44,8 @@ TABLES: dict[str, tuple[Callable[[Rows], list[Any]], Callable[[], list[Any]]]] =
     "streaming_overtraining": (
         lambda ours: cells(ours, "tokens_billion", "hours", "hours_1_gbit_s", "tebibits", *SCORES),
         lambda: cells(
-            [row | dict.fromkeys(COSTS * (row.get("replicas") == 4)) for row in transcribed("streaming_dolma")],
-            *("tokens_billion", *COSTS, *SCORES),
+            transcribed("streaming_dolma"),
+            *("tokens_billion", "hours_infinite_link", "hours_1_gbit", "terabytes_exchanged", *SCORES),
         ),
     ),
     "streaming_scaling": (

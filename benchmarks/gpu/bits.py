@@ -24,7 +24,13 @@ KEY = Key(seed=1, fragment=2, round=3, replica=4)
 
 def measurements(place: Place) -> Measurements:
     blocks = [name for name, kind in CODECS.items() if issubclass(kind, BlockCodec)]
-    specs = [*CODECS, *(f"{name}:stochastic=true" for name in blocks), "e3m0:block=640", "topk:values=int4"]
+    specs = [
+        *CODECS,
+        *(f"{name}:stochastic=true" for name in blocks),
+        "e3m0:block=640",
+        "topk:values=int4",
+        *("topk:density=0.5", "feddropout:density=0.5,values=fp16", "dare:density=0.3,values=int4"),
+    ]
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     engines: dict[str, Row] = {
         "engine, e3m0": {},

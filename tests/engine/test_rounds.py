@@ -147,14 +147,15 @@ def train_with_mask(cases: list[Case]) -> list[np.ndarray]:
     return results
 
 
-@pytest.mark.parametrize(("combine", "num_kept"), [("gather", 31), ("reduce_scatter", 2 * 16)])
-def test_a_mask_keeps_the_same_places_on_all_replicas_and_others_in_the_next_round(combine, num_kept):
+@pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
+def test_a_mask_keeps_the_same_places_on_all_replicas_and_others_in_the_next_round(combine):
     case = Case(P=1, layers_per_fragment=3, H=2, T=2, tau=0, wire="feddropout:density=0.1", combine=combine)
     start = theta_of(case.model())
     once, twice = zip(*run_replicas(train_with_mask, 2, [case, replace(case, T=4)]), strict=True)
     assert np.array_equal(*once) and np.array_equal(*twice)
-    assert (once[0] != start).sum() == num_kept
-    assert 1.5 * num_kept < (twice[0] != start).sum() <= 2 * num_kept
+    for changed, share in ((once[0] != start, 0.1), (twice[0] != start, 1 - 0.9**2)):
+        deviation = (share * (1 - share) / len(start)) ** 0.5
+        assert abs(changed.mean() - share) < 3 * deviation
 
 
 def diverge(case: Case, step: int) -> tuple[str, int, bool]:

@@ -45,7 +45,7 @@ def some_cases(M: int, num: int) -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize(("M", "num_cases"), [(1, 80), (2, 100), (3, 60)])
+@pytest.mark.parametrize(("M", "num_cases"), [(1, 60), (2, 60), (3, 30)])
 def test_every_step_is_the_references_bit_for_bit(M, num_cases):
     cases = some_cases(M, num_cases)
     results = [run_cases(cases)] if M == 1 else run_replicas(run_cases, M, cases)
@@ -350,7 +350,7 @@ def start_in_another_order() -> None:
     case = Case(P=1)
     model = case.model()
     names = diloco.whole(model)[0].parameters
-    with pytest.raises(diloco.DisagreementError, match="fragment and place of parameter blocks.0.weight"):
+    with pytest.raises(diloco.DisagreementError, match=r"fragment and place of parameter blocks\.0\.weight"):
         case.engine(model, fragments=[diloco.Fragment(names[:: 1 if dist.get_rank() == 0 else -1])])
 
 

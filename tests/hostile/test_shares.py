@@ -81,7 +81,7 @@ def test_a_share_in_the_place_of_another_is_not_taken(step: CutStep) -> None:
 
 
 LIES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "another codec": (lambda data: b"DLC3" + bytes(4) + data[8:], "by another codec"),
+    "another codec": (lambda data: b"DLC4" + bytes(4) + data[8:], "by another codec"),
     "another length": (lambda data: data[:8] + (76).to_bytes(8, "little") + data[16:], "for 76 elements"),
     "another base": (
         lambda data: data[:16] + (18).to_bytes(8, "little") + data[24:],

@@ -98,12 +98,14 @@ def test_the_published_bandwidths_are_reproduced_to_a_point_of_the_grid():
     for table in (small, large, second):
         distances = [abs(cell.distance) for row in table.values() for cell in row]
         counts.append((len(distances), distances.count(0), distances.count(1)))
-    assert counts == [(50, 48, 2), (25, 24, 1), (90, 88, 2)]
+    assert counts == [(50, 48, 2), (25, 25, 0), (90, 88, 2)]
 
 
 def test_a_distance_counts_points_of_the_grid_and_one_more_beyond_them():
     grid = np.logspace(-1, 3, 50).tolist()
     assert Cell(104.8, grid[37]).distance == 0 and Cell(104.8, grid[36]).distance == -1
+    # Two roundings, to two decimals and then to one, make 0.45 of 0.4498, and 0.5 of that.
+    assert Cell(0.5, grid[8]).distance == Cell(0.5, grid[9]).distance == 0 and Cell(0.4, grid[8]).distance == 1
     assert Cell(math.inf, None).distance == 0 and Cell(math.inf, grid[49]).distance == -1
 
 
@@ -115,9 +117,11 @@ def test_the_published_wall_clock_is_reproduced_except_for_data_parallel():
 
 
 def test_the_published_costs_of_overtraining_are_reproduced():
-    """Payloads to the digits that are printed, hours within 6 %."""
+    """Payloads to the digits that are printed, hours within 6 %, which Table 8 does not print."""
+    assert [cost.tebibits for run, cost in OVERTRAINING_COSTS.items() if 4 in run] == [0.55, 2.21, 5.52]
     for run, ours in overtraining_table().items():
         published = OVERTRAINING_COSTS[run]
         is_printed_whole = published.tebibits > 100
         assert published.tebibits == (int(ours.tebibits) if is_printed_whole else round(ours.tebibits, 2))
-        np.testing.assert_allclose(ours[:2], published[:2], rtol=0.06)
+        if published.hours is not None:
+            np.testing.assert_allclose(ours[:2], published[:2], rtol=0.06)

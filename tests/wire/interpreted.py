@@ -3,13 +3,16 @@
 TRITON_INTERPRET=1 python -m tests.wire.interpreted    # with those for rows of logits, of interpreted_rows.py
 """
 
+from itertools import product
+from unittest.mock import patch
+
 import torch
 from tests.wire import interpreted_rows
 from torch import Tensor
 
 from diloco.wire import CODECS, Key, codec
 from diloco.wire.blocks import BlockCodec
-from diloco.wire.kernels.gpu import GpuBlocks
+from diloco.wire.kernels.gpu import GpuBlocks, GpuCasts, GpuSparse
 from diloco.wire.payload import words
 
 KEY = Key(seed=(0x9ABCDEF0 << 32) + 0xF0000003, fragment=2, round=3, replica=4, part=1, shard=2)
@@ -68,6 +71,39 @@ def compare(spec: str, num: int) -> None:
         assert not kernels.pack(wire.block, broken_N, body[:end], body[end:], words=random_words), spec
 
 
+def compare_casts(name: str, num: int) -> None:
+    wire, delta_N = codec(name), vector(num)
+    kernels, expected = GpuCasts(wire.dtype), torch.empty(wire.body_bytes(num), dtype=torch.uint8)
+    assert wire.pack(delta_N, expected, KEY)
+    for start in (0, 1):  # at 1 the body is not aligned, as in that of a sparse codec
+        body = torch.empty(expected.numel() + 1, dtype=torch.uint8)[start : start + expected.numel()]
+        assert kernels.pack(delta_N, body)
+        assert same(body, expected), name
+    for add in (False, True):
+        expected_N, decoded_N = torch.linspace(-1, 1, num), torch.linspace(-1, 1, num)
+        assert wire.unpack(expected, expected_N, KEY, add=add)
+        assert kernels.unpack(body, decoded_N, add=add)
+        assert same(decoded_N, expected_N), name
+    for value in (torch.nan, torch.inf, -torch.inf):
+        broken_N = delta_N.clone()
+        broken_N[num // 2] = value
+        assert not kernels.pack(broken_N, body), name
+        assert not kernels.unpack(broken_N.to(wire.dtype).view(torch.uint8), decoded_N, add=False), name
+
+
+def compare_sparse(spec: str, num: int) -> None:
+    wire, delta_N = codec(spec), vector(num)
+    expected = wire.encode(delta_N, KEY)
+    expected_N, added_N = wire.decode(expected, num, KEY), torch.linspace(-1, 1, num)
+    wire.decode_into(added_N, expected, KEY, add=True)
+    with patch("diloco.wire.sparse._kernels", lambda vector_N: GpuSparse()):
+        assert same(wire.encode(delta_N, KEY), expected), spec
+        assert same(wire.decode(expected, num, KEY), expected_N), spec
+        assert same(wire.decode_into(torch.linspace(-1, 1, num), expected, KEY, add=True), added_N), spec
+        delta_N[num // 2] = torch.nan
+        assert not wire.packed(delta_N, KEY)[1], spec
+
+
 def compare_damage(spec: str) -> None:
     """Change the first scale, the first and last codes: both see the same bytes that are never written."""
     wire, num, answers = codec(spec), 1001, set[bool]()
@@ -88,6 +124,11 @@ def compare_damage(spec: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    for num in NUMS:
+        for name in ("fp32", "bf16", "fp16"):
+            compare_casts(name, num)
+        for name, density in product(("topk", "feddropout", "dare"), (0.05, 0.5, 1.0)):
+            compare_sparse(f"{name}:density={density}", num)
     for spec in SPECS:
         for num in NUMS:
             compare(spec, num)

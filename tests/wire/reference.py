@@ -88,13 +88,13 @@ def _header(name: str, options: dict, N: int) -> bytes:
     """Magic, the format text's CRC-32, N; the base and the checksum follow."""
     text = ",".join(f"{option}={value}" for option, value in options.items() if option != "stochastic")
     text = f"{name}:{text}" if text else name
-    return b"DLC3" + struct.pack("<IQ", zlib.crc32(text.encode("ascii")), N)
+    return b"DLC4" + struct.pack("<IQ", zlib.crc32(text.encode("ascii")), N)
 
 
 def _body_bytes(name: str, options: dict, N: int) -> int:
     """The length of a body."""
     if name in ("topk", "feddropout", "dare"):
-        k = _kept(options["density"], N)
+        k = _num_values(name, options["density"], N)
         places = sum(_places_bytes(k, N)) if name == "topk" else 0
         return places + _body_bytes(options["values"], DEFAULTS[options["values"]], k)
     if name in BITS:
@@ -111,13 +111,14 @@ def _encode_body(name: str, options: dict, x: np.ndarray, key: Key) -> bytes:
     if name in BITS:
         return _encode_blocks(name, options, x, key)
 
-    N, k = len(x), _kept(options["density"], len(x))
+    N, k = len(x), _num_values(name, options["density"], len(x))
     by_magnitude = np.argsort(-np.abs(x), kind="stable")
-    places = np.sort(by_magnitude[:k]) if name == "topk" else _mask(k, N, key)
-    values = x[places]
-    if name == "dare" and k:
+    places = np.sort(by_magnitude[:k]) if name == "topk" else _mask(options["density"], N, key)[:k]
+    values = np.zeros(k, f32)
+    values[: len(places)] = x[places]
+    if name == "dare":
         with np.errstate(over="ignore"):
-            values = np.clip(values * f32(N / k), -LARGEST, LARGEST)
+            values = np.clip(values * f32(1 / options["density"]), -LARGEST, LARGEST)
     body = _encode_body(options["values"], _parse(options["values"])[1], values, key)
     return _elias_fano(places, N) + body if name == "topk" else body
 
@@ -134,14 +135,14 @@ def _decode_body(name: str, options: dict, body: bytes, N: int, key: Key) -> np.
     if name in BITS:
         return _decode_blocks(name, options, body, N)
 
-    k = _kept(options["density"], N)
+    k = _num_values(name, options["density"], N)
     if name == "topk":
         length = sum(_places_bytes(k, N))
         places, body = _elias_fano_places(body[:length], k, N), body[length:]
     else:
-        places = _mask(k, N, key)
+        places = _mask(options["density"], N, key)[:k]
     x = np.zeros(N, f32)
-    x[places] = _decode_body(options["values"], _parse(options["values"])[1], body, k, key)
+    x[places] = _decode_body(options["values"], _parse(options["values"])[1], body, k, key)[: len(places)]
     return x
 
 
@@ -308,14 +309,21 @@ def _unpack(packed: bytes, bits: int, N: int) -> np.ndarray:
     return (each.reshape(N, bits).astype(int) << np.arange(bits)).sum(1)
 
 
-def _kept(density: float, N: int) -> int:
-    return min(math.ceil(density * N), N)
+def _num_values(name: str, density: float, N: int) -> int:
+    mean = density * N
+    return min(math.ceil(mean) if name == "topk" else math.ceil(mean + 6 * math.sqrt(mean)) + 16, N)
 
 
-def _mask(k: int, N: int, key: Key) -> np.ndarray:
-    """The random subset of feddropout and dare: the same for all replicas."""
-    order = np.argsort(_random(N, key, who=0) // np.uint64(2), kind="stable")
-    return np.sort(order[:k])
+def _mask(density: float, N: int, key: Key) -> np.ndarray:
+    """The places of the random subset of feddropout and dare: the same for all replicas."""
+    seed, fragment, round_, _, share, shard = (*key, 0)[:6]
+    counter = [np.array([word], np.uint64) for word in (0, fragment + 65536 * share, round_, 65536 * shard)]
+    a, b, _, _ = (word.astype(np.uint32) for word in _philox(counter, seed % 2**32, seed >> 32))
+    h = np.arange(N, dtype=np.uint32) ^ a  # products of uint32 are taken modulo 2^32
+    h = (h ^ h >> 16) * np.uint32(0x7FEB352D)
+    h = h ^ b
+    h = (h ^ h >> 15) * np.uint32(0x846CA68B)
+    return np.flatnonzero(h < density * 2**32)
 
 
 def _low_bits(k: int, N: int) -> int:

@@ -40,7 +40,7 @@ def test_bits_a_value_are_those_of_the_document():
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_bits_a_value_are_a_long_bodys(spec):
-    assert parse(spec).bits_per_value == pytest.approx(8e-9 * parse(spec).body_bytes(10**9), abs=1e-6)
+    assert parse(spec).bits_per_value == pytest.approx(8e-18 * parse(spec).body_bytes(10**18), abs=1e-6)
 
 
 def test_bits_a_value_by_hand():
@@ -50,15 +50,25 @@ def test_bits_a_value_by_hand():
         elif issubclass(kind, Sparse):
             # One place in 16 takes 4 low bits, its own bit of the vector, and one bit for every 16 places.
             places = (4 + 1 + 1) / 16 if name == "topk" else 0
-            assert parse(f"{name}:density=0.0625,values=bf16").bits_per_value == 1 + places
+            spec = parse(f"{name}:density=0.0625,values=bf16")
+            assert spec.bits_per_value == pytest.approx(1 + places, rel=1e-12)
 
 
 @settings(max_examples=50)
 @given(st.integers(1, 2000), st.floats(1e-3, 1.0))
 def test_a_place_costs_less_than_two_bits_more_than_its_information(length, density):
     topk = parse(f"topk:density={density}")
-    kept = topk.num_kept(length)
+    kept = topk.num_values(length)
     assert 8 * topk.places_bytes(length) <= kept * (2 + np.log2(length / kept)) + 2 * 8
+
+
+@pytest.mark.parametrize("name", ["feddropout", "dare"])
+def test_a_mask_has_room_for_six_standard_deviations_more_than_its_mean(name):
+    lengths = {0: 0, 1: 1, 100: 45, 10_000: 1_206, 10**6: 101_914}  # 10 + ⌈6·√10⌉ + 16 …
+    spec = parse(f"{name}:density=0.1")
+    assert {length: spec.num_values(length) for length in lengths} == lengths
+    assert spec.payload_bytes(10**6) == 32 + 4 * 101_914
+    assert parse(f"{name}:density=1").num_values(10**6) == 10**6
 
 
 @pytest.mark.parametrize(

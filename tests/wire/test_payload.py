@@ -13,7 +13,9 @@ from tests.wire.cases import (
     KEYS,
     NAMES,
     SCALED_FLOATS,
+    SPARSE_SPECS,
     SPECS,
+    UNSCALED,
     assert_same_bits,
     decode,
     encode,
@@ -48,7 +50,8 @@ def test_the_conformance_vectors(how, wire):
 
 
 @pytest.mark.parametrize(
-    ("spec", "how"), [(spec, "native") for spec in SPECS] + [(spec, "torch") for spec in BLOCK_SPECS]
+    ("spec", "how"),
+    [(spec, "native") for spec in SPECS] + [(spec, "torch") for spec in UNSCALED + BLOCK_SPECS + SPARSE_SPECS],
 )
 @settings(max_examples=25)
 @given(vector=vectors(), key=KEYS)
@@ -166,7 +169,7 @@ def test_one_flipped_bit_anywhere_is_noticed(wire):
 def test_a_payload_of_version_1_is_refused_with_both_versions():
     old = torch.frombuffer(bytearray(b"DLC1" + bytes(12 + 2 + 150)), dtype=torch.uint8)
     with pytest.raises(
-        PayloadError, match=r"not 168 bytes of version 1 of the wire format, and this is version 3: run"
+        PayloadError, match=r"not 168 bytes of version 1 of the wire format, and this is version 4: run"
     ):
         codec("e3m0").decode(old, 300)
 

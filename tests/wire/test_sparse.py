@@ -1,3 +1,5 @@
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -7,16 +9,21 @@ from tests.wire.cases import f32, sealed, through
 
 from diloco.wire import Key, codec
 from diloco.wire.formats import HEADER_BYTES
+from diloco.wire.sparse import FedDropout
+
+
+def kept(spec: str, delta: np.ndarray, key: Key) -> np.ndarray:
+    return through(spec, delta, key) != 0
 
 
 def test_a_mask_is_the_same_for_all_replicas_and_codecs_and_fair_over_rounds():
-    delta, num_rounds = torch.ones(100), 500
-    masks = [codec("feddropout:density=0.1").choose(delta, Key(7, 0, r, 0)) for r in range(1, num_rounds + 1)]
-    counts = torch.cat(masks).bincount(minlength=100)
-    # Binomial(500, 0.1): its standard deviation is 6.7.
-    assert counts.sum() == 10 * num_rounds and (counts - 50).abs().max() < 5 * 6.7
-    other = codec("dare:density=0.1").choose(torch.zeros(100), Key(7, 0, 1, 3))
-    assert torch.equal(other, masks[0]) and not torch.equal(other, masks[1])
+    delta, num_rounds = np.ones(100, f32), 500
+    masks = [kept("feddropout:density=0.1", delta, Key(7, 0, r, 0)) for r in range(1, num_rounds + 1)]
+    # Binomial(500, 0.1): its standard deviation is 6.7; that of all, 67.
+    counts = np.sum(masks, axis=0)
+    assert abs(counts - 50).max() < 5 * 6.7 and abs(counts.sum() - 10 * num_rounds) < 5 * 67
+    assert np.array_equal(kept("dare:density=0.1", -delta, Key(7, 0, 1, 3)), masks[0])
+    assert not np.array_equal(masks[0], masks[1])
 
 
 def test_dare_is_right_on_average():
@@ -24,13 +31,25 @@ def test_dare_is_right_on_average():
     vector = np.random.default_rng(0).uniform(-1, 1, 64).astype(f32)
     samples = through("dare:density=0.25", np.tile(vector, num_samples), Key(1, 0, 1, 0)).reshape(-1, 64)
     error = np.abs(samples.mean(axis=0, dtype=np.float64) - vector)
-    assert (error <= 5 * samples.std(axis=0) / num_samples**0.5).all() and (samples == 0).mean() == 0.75
+    assert (error <= 5 * samples.std(axis=0) / num_samples**0.5).all()
+    assert abs((samples == 0).mean() - 0.75) < 5 * (0.75 * 0.25 / samples.size) ** 0.5
+
+
+def test_values_for_which_there_is_no_room_are_dropped():
+    """None are in practice: six standard deviations."""
+    delta, key = np.arange(1, 101, dtype=f32), Key(7, 0, 1, 0)
+    with patch.object(FedDropout, "num_values", lambda self, num_elements: 30):
+        decoded = through("feddropout:density=0.5", delta, key)
+    expected = through("feddropout:density=0.5", delta, key)
+    last = np.flatnonzero(expected)[29]
+    assert np.array_equal(decoded[: last + 1], expected[: last + 1])
+    assert not decoded[last + 1 :].any() and expected[last + 1 :].any()
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 7, 64, 300]), st.sampled_from([0.01, 0.3, 1.0]))
 def test_topk_keeps_the_largest_magnitudes_and_of_equal_ones_the_first(seed, length, density):
     vector = np.random.default_rng(seed).integers(-4, 5, length).astype(f32)
-    kept = codec(f"topk:density={density}").num_kept(length)
+    kept = codec(f"topk:density={density}").num_values(length)
     order = sorted(range(length), key=lambda i: (-abs(vector[i]), i))
     expected = np.zeros(length, f32)
     expected[order[:kept]] = vector[order[:kept]]

@@ -31,16 +31,46 @@ def test_blocks_compile_for_gpus_and_round_as_torch_does(name, capability, tmp_p
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = codec(name).constants
-    sizes = {"BLOCK": 256, "ROWS": 8, "COLUMNS": 256, **constants}
     pack, unpack = triton_blocks.pack, triton_blocks.unpack
-    kernels: list[tuple[Any, str]] = [(pack, "STOCHASTIC"), (unpack, "ADD")]
-    for (function, choice), is_chosen in product(kernels, (False, True)):
-        fixed = sizes | {choice: is_chosen}
+    rows, size = {"ROWS": 8, "COLUMNS": 256}, {"SIZE": 2048}
+    kernels: list[tuple[Any, str, dict[str, int]]] = [(pack, "STOCHASTIC", rows), (unpack, "ADD", size)]
+    for (function, choice, sizes), is_chosen in product(kernels, (False, True)):
+        fixed = {"BLOCK": 256, **sizes, **constants, choice: is_chosen}
         types = {"delta_ptr": "*fp32", "to_ptr": "*fp32", "codes_ptr": "*u8", "bad_ptr": "*i32"}
         types = defaultdict(lambda: "i64", types, scales_ptr="*u8" if constants["FLOAT"] else "*fp32")
         code = ptx_of(function, types, fixed, capability=capability, options=gpu._OPTIONS)
         assert not re.search(r"\bfma\.|\.ftz|div\.(full|approx)", code)
         assert ("div.rn" in code) == (function is pack and not constants["FLOAT"])
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_sparse_and_cast_kernels_compile_for_gpus(capability, tmp_path, monkeypatch):
+    from diloco.wire.kernels import gpu, triton_casts, triton_sparse
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    vectors = {"delta_ptr": "*fp32", "to_ptr": "*fp32", "kept_ptr": "*fp32", "places_ptr": "*i64"}
+    counts = dict.fromkeys(("counts_ptr", "bad_ptr", "bin_ptr", "threshold_ptr", "above_ptr", "equal_ptr"), "*i32")
+    sums = dict.fromkeys(("ends_ptr", "ties_ptr"), "*i64")
+    types = defaultdict(lambda: "i32", **vectors, **counts, **sums, num_elements="i64", room="i64")
+    ends = types | {"above_ptr": "*i64", "equal_ptr": "*i64"}
+    kernels: list[tuple[Any, Mapping[str, str], dict[str, Any]]] = [
+        (triton_sparse.mask_counts, types, {}),
+        (triton_sparse.mask_pack, types, {}),
+        (triton_sparse.mask_unpack, types, {"ADD": False}),
+        (triton_sparse.mask_unpack, types, {"ADD": True}),
+        (triton_sparse.histogram, types, {"UPPER": True, "COPIES": 8}),
+        (triton_sparse.histogram, types, {"UPPER": False, "COPIES": 8}),
+        (triton_sparse.largest_counts, types, {}),
+        (triton_sparse.largest_pack, ends, {}),
+    ]
+    for mantissa, code in ((23, "*i32"), (7, "*i16"), (10, "*i16")):
+        packed = types | {"delta_ptr": "*i32", "body_ptr": code}
+        kernels.append((triton_casts.pack, packed, {"MANTISSA": mantissa}))
+        kernels += [(triton_casts.unpack, packed, {"MANTISSA": mantissa, "ADD": add}) for add in (False, True)]
+    for function, signature, fixed in kernels:
+        sizes = {"SIZE": 1024, **fixed}
+        ptx = ptx_of(function, signature, sizes, capability=capability, options=gpu._OPTIONS)
+        assert not re.search(r"\bfma\.|\.ftz", ptx)
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -140,8 +140,9 @@ class Attention(nn.Module):
 
     def forward(self, x_BxTxD: Tensor, rotation: tuple[Tensor, Tensor], extend: _Extend | None = None) -> Tensor:
         """The values that each position attends to, up to itself and including those in the cache."""
-        heads = self.qkv(x_BxTxD).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        q_BxHxTxK, k_BxHxTxK, v_BxHxTxK = heads.unbind(0)
+        # Unbound where the linear layer has the three, so that their gradients are stacked as it reads them.
+        qkv = self.qkv(x_BxTxD).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        q_BxHxTxK, k_BxHxTxK, v_BxHxTxK = (part.transpose(1, 2) for part in qkv)
         q_BxHxTxK = rotate(self.query_norm(q_BxHxTxK), rotation).to(v_BxHxTxK.dtype)
         k_BxHxTxK = rotate(self.key_norm(k_BxHxTxK), rotation).to(v_BxHxTxK.dtype)
         if extend is None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from diloco.errors import DilocoError, ExchangeError, FileWriteError, ReplicaFailedError, exit_code_of
+from diloco.files import num_cores
 
 if TYPE_CHECKING:
     from diloco.training.config.config import TrainConfig
@@ -471,11 +472,6 @@ _SECONDS_TO_STOP = 600
 """Time for processes to save their work; they bound each wait for others themselves."""
 _SECONDS_TO_LEAVE = 30.0
 _SECONDS_TO_END = 5.0
-
-
-def num_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _environment(rank: int, num_processes: int, store: str) -> dict[str, str]:

@@ -136,8 +136,8 @@ class Synchronizer(Protocol):
         """Seconds in which training waited for the network."""
         ...
 
-    def step(self, *, tokens: int | None = None) -> Sequence[OuterStep]:
-        """Count an inner step on so many tokens, send and merge what is due; returns the outer steps taken."""
+    def step(self, *, tokens: int | None = None, loss: float | Tensor | None = None) -> Sequence[OuterStep]:
+        """Count an inner step, send and merge what is due; returns the outer steps taken."""
         ...
 
     def finish(self, *, close: bool = False) -> Sequence[OuterStep]:

@@ -40,7 +40,7 @@ class BlockCodec(Blocks, Codec):
             return torch.tensor(all_finite, dtype=torch.bool, device="cpu")
         random_N = None
         if self.stochastic:
-            random_N = random_bits(key, delta_N.numel(), delta_N.device, common=False)
+            random_N = random_bits(key, delta_N.numel(), delta_N.device)
         return is_finite(self.pack_reference(delta_N, scales, codes, random_N))
 
     def unpack(

@@ -16,7 +16,7 @@ BASE_BYTES = slice(16, 24)
 """The place of the base in the header."""
 VERY_LONG = 1 << 100
 """A number of elements at which rounding up to whole blocks and bytes does not show."""
-VERSION = 3
+VERSION = 4
 """The version of the wire format, which docs/reference/wire-format.md describes."""
 
 
@@ -111,10 +111,10 @@ class Blocks(Format):
 
 @dataclass(frozen=True)
 class Sparse(Format):
-    """k = ⌈density·N⌉ of N elements; the others are zero. The body is their places, then their values."""
+    """A share of N elements; the others are zero. The body is the places, if they are sent, then the values."""
 
     density: float = 0.05
-    """The share of the elements that is kept, above 0 and at most 1."""
+    """The share of the elements that is kept, above 0 and at most 1: exactly, or on average."""
     values: str = "fp32"
     """The name of the dense format of the kept elements; its options are the defaults."""
 
@@ -127,13 +127,13 @@ class Sparse(Format):
             raise UserError(f"{self.name}: values={self.values} must be one of {', '.join(dense)}")
         object.__setattr__(self, "density", float(self.density))  # 1 and 1.0 are one format
 
-    def num_kept(self, num_elements: int) -> int:
-        """k, computed in double precision."""
-        return min(num_elements, math.ceil(self.density * num_elements))
+    @abstractmethod
+    def num_values(self, num_elements: int) -> int:
+        """The number of values that are sent of N elements, computed in double precision."""
 
     def body_bytes(self, num_elements: int) -> int:
         """The places, if they are sent, and the body of the values."""
-        return self.places_bytes(num_elements) + FORMATS[self.values]().body_bytes(self.num_kept(num_elements))
+        return self.places_bytes(num_elements) + FORMATS[self.values]().body_bytes(self.num_values(num_elements))
 
     def places_bytes(self, num_elements: int) -> int:
         """Length of the places; 0 where the receiver draws them from the key."""
@@ -203,9 +203,13 @@ class INT2(Blocks):
 
 
 class TopK(Sparse):
-    """The largest magnitudes, and their places in the code of Elias and Fano."""
+    """The k = ⌈density·N⌉ largest magnitudes, and their places in the code of Elias and Fano."""
 
     name = "topk"
+
+    def num_values(self, num_elements: int) -> int:
+        """k."""
+        return min(num_elements, math.ceil(self.density * num_elements))
 
     def places_bytes(self, num_elements: int) -> int:
         """Low bits, then the bit vector."""
@@ -214,7 +218,7 @@ class TopK(Sparse):
 
     def places_layout(self, num_elements: int) -> tuple[int, int, int]:
         """Bytes of all low bits, bits of the bit vector, low bits of one place."""
-        kept = self.num_kept(num_elements)
+        kept = self.num_values(num_elements)
         if not kept:
             return 0, 0, 0
         num_low = (num_elements // kept).bit_length() - 1
@@ -222,19 +226,27 @@ class TopK(Sparse):
 
 
 class FedDropout(Sparse):
-    """A random subset, the same on all replicas."""
+    """A random subset, the same on all replicas: each element is kept with the probability `density`."""
 
     name = "feddropout"
 
+    def num_values(self, num_elements: int) -> int:
+        """The room for values: six standard deviations and 16 above the mean number that is kept.
 
-class DARE(Sparse):
+        The number itself depends on the key; a receiver must know the length of a payload without it.
+        """
+        mean = self.density * num_elements
+        return min(num_elements, math.ceil(mean + 6 * math.sqrt(mean)) + 16)
+
+
+class DARE(FedDropout):
     """A random subset, the same on all replicas, rescaled."""
 
     name = "dare"
 
     def gain(self, num_elements: int) -> float:
-        """N/k, so that a decoded value is right on average."""
-        return num_elements / max(1, self.num_kept(num_elements))
+        """1/density, so that a decoded value is right on average."""
+        return 1 / self.density
 
 
 FORMATS: dict[str, type[Format]] = {

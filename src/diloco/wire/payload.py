@@ -3,12 +3,13 @@
 Shapes: N elements of one outer gradient.
 """
 
+import math
 import struct
 import zlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import xxhash
@@ -57,7 +58,7 @@ class Key(NamedTuple):
 _LOW = 0xFFFFFFFF
 
 
-def random_bits(key: Key, num_elements: int, device: torch.device, *, common: bool) -> Tensor:
+def random_bits(key: Key, num_elements: int, device: torch.device) -> Tensor:
     """32 random bits for each of N elements, as int64: the same on every machine, device and version of PyTorch.
 
     The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
@@ -69,17 +70,16 @@ def random_bits(key: Key, num_elements: int, device: torch.device, *, common: bo
         key: the outer gradient's key.
         num_elements: N, at most 2^34.
         device: the device of the result.
-        common: ignore the replica (the counter's last word is then shard·2^16).
     """
     assert num_elements <= 1 << 34, "a counter's first word has 32 bits"
     index = torch.arange(-(-num_elements // 4), dtype=torch.int64, device=device)
-    *counter, key0, key1 = words(key, common=common)
+    *counter, key0, key1 = words(key, common=False)
     counter = [index, *(torch.full_like(index, word) for word in counter)]
     return torch.stack(philox(counter, (key0, key1)), dim=1).view(-1)[:num_elements]
 
 
 def words(key: Key, *, common: bool) -> tuple[int, int, int, int, int]:
-    """The counter's last three words, and the two of the key."""
+    """The counter's last three words, without the replica if they are common to all, and the two of the key."""
     half = 1 << 16
     limits = Key(seed=1 << 64, fragment=half, round=1 << 32, replica=half - 1, part=half, shard=half)
     assert all(0 <= value < limit for value, limit in zip(key, limits, strict=True)), f"{key} is beyond {limits}"
@@ -87,8 +87,8 @@ def words(key: Key, *, common: bool) -> tuple[int, int, int, int, int]:
     return key.fragment + (key.part << 16), key.round, whose, key.seed & _LOW, key.seed >> 32
 
 
-def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:
-    """Ten rounds on four 32-bit words in int64: products wrap at 64 bits, as the algorithm asks."""
+def philox(counter: Sequence[Any], key: tuple[int, int]) -> list[Any]:
+    """Ten rounds on four 32-bit words, as integers, or in int64, where products wrap at 64 bits as they may."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -101,6 +101,34 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:
         )
         k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
     return [c0, c1, c2, c3]
+
+
+class Mask(NamedTuple):
+    """A random subset of positions: each is in it with a probability, by a hash of the position under two words.
+
+    The hash is Wellons' lowbias32 with a second word between its multiplications, and without its last shift,
+    which leaves the high bits, those that decide, as they are. It is cheap enough for one pass over memory.
+    """
+
+    word0: int
+    """Below 2^32."""
+    word1: int
+    """Below 2^32."""
+    most: int
+    """The largest hash of a position in the subset, from 0 to 2^32 − 1."""
+
+    @classmethod
+    def of(cls, key: Key, density: float) -> "Mask":
+        """The subset of an outer gradient, the same for all replicas: the words are Philox's first two."""
+        *counter, key0, key1 = words(key, common=True)
+        word0, word1, _, _ = philox([0, *counter], (key0, key1))
+        return cls(word0, word1, math.ceil(density * 2**32) - 1)
+
+    def flags(self, num_elements: int, device: torch.device) -> Tensor:
+        """A bool for each of N positions."""
+        x = torch.arange(num_elements, dtype=torch.int64, device=device) ^ self.word0
+        x = (x ^ x >> 16) * 0x7FEB352D & _LOW ^ self.word1
+        return ((x ^ x >> 15) * 0x846CA68B & _LOW) <= self.most
 
 
 @dataclass(frozen=True)

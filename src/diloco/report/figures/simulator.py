@@ -10,6 +10,7 @@ import numpy as np
 from diloco.errors import UserError
 from diloco.presets import METHODS, Method
 from diloco.report.figures.drawing import MARKERS, STYLES, new_figure, save, viridis
+from diloco.scaling.judgement import EXTRAPOLATED, EXTRAPOLATED_PARAMS
 from diloco.scaling.power_laws import SEQUENCE_LENGTH, batch_tokens
 from diloco.scaling.table import method_name, published_table
 from diloco.simulator.bandwidth import GBIT_S
@@ -204,13 +205,15 @@ def diloco_sync_every() -> "Figure":
 def wall_clock() -> "Figure":
     """Published loss over idealized wall-clock time, on three networks (Figures 6 and 12 of arXiv 2503.09799).
 
-    Each size is trained on 20·N tokens with the published best batch, on one chip for each of its sequences.
+    Each size is trained on 20·N tokens with the batch of the published laws of each M, as 4B and 10B were in the
+    paper, on one chip for each of its sequences.
     """
 
     def line(num_replicas: int, network: NetworkName) -> Line:
-        points = [point for point in published_table() if point.replicas == num_replicas]
-        hours = [_run(point.params, num_replicas, network).seconds / 3600 for point in points]
-        return Line(method_name(num_replicas), hours, [point.eval_loss for point in points])
+        losses = {point.params: point.eval_loss for point in published_table() if point.replicas == num_replicas}
+        losses |= zip(EXTRAPOLATED_PARAMS, EXTRAPOLATED.get(("independent", num_replicas), ()), strict=False)
+        hours = [_run(params, num_replicas, network).seconds / 3600 for params in losses]
+        return Line(method_name(num_replicas), hours, list(losses.values()))
 
     panels = {
         f"{name}: {network.gbit_s:g} Gbit/s between sites": [line(m, name) for m in (0, 1, 2, 4, 8)]

@@ -100,10 +100,11 @@ def published() -> Iterator[Table | str]:
         hours.add_row(method, *_beside(WALL_CLOCK_HOURS[method], row))
     yield hours
     yield "Published · simulated. The volume that fits data_parallel's bandwidths does not give its hours.\n"
-    title = "arXiv 2501.18512, Table 2: the 1B model overtrained"
-    costs = _table("method", "tokens", "hours", "hours, 1 Gbit/s", "Tibit", names=2, title=title)
-    for (method, billions), cost in overtraining_table().items():
-        costs.add_row(method, f"{billions}·10⁹", *_beside(OVERTRAINING_COSTS[method, billions], cost))
+    title = "arXiv 2501.18512, Tables 2 and 8: the 1B model overtrained"
+    costs = _table("method", "M", "tokens", "hours", "hours, 1 Gbit/s", "Tibit", names=3, title=title)
+    for (method, num_replicas, billions), cost in overtraining_table().items():
+        published = OVERTRAINING_COSTS[method, num_replicas, billions]
+        costs.add_row(method, str(num_replicas), f"{billions}·10⁹", *_beside(published, cost))
     yield costs
     yield "Published · simulated."
 
@@ -113,8 +114,13 @@ def _cell(cell: Cell) -> str:
     return f"{_gbit_s(cell.published)} · {_gbit_s(cell.ours)} {distance}"
 
 
-def _beside(published: Sequence[float], row: Sequence[float]) -> list[str]:
-    return [f"{p:g} · {ours:.2f} ({ours / p - 1:+.0%})" for p, ours in zip(published, row, strict=True)]
+def _beside(published: Sequence[float | None], row: Sequence[float | None]) -> list[str]:
+    """Each number beside ours; ours alone where the paper prints none."""
+    return [
+        f"{p:g} · {ours:.2f} ({ours / p - 1:+.0%})" if p else f"{ours:.2f}"
+        for p, ours in zip(published, row, strict=True)
+        if ours is not None
+    ]
 
 
 def _gbit_s(gbit_s: float | None) -> str:

@@ -103,10 +103,12 @@ class Summary:
     """Held-out tokens that were evaluated."""
     wall_seconds: Seconds = 0.0
     """Time of all steps."""
-    compute_utilization: float = 1.0
+    compute_utilization: float | None = None
     """The share of the time of all steps in which training did not wait for other replicas, their mean."""
     tokens_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """Tokens a second of all replicas, at the pace of replica 0."""
+    """Tokens a second of all replicas, at the pace of replica 0; with a rendezvous, while this one trained."""
+    replica_tokens_per_second: float | None = None
+    """With a rendezvous, those of this replica's own."""
     model_flops_utilization: float | None = None
     """The model's operations over those that a GPU of replica 0 can do in that time, if it is known (MFU)."""
     peak_memory_bytes: Count | None = None
@@ -246,7 +248,7 @@ def _summary(
     counted = {} if rendezvous is None else contributors(rendezvous.state)
     num_replicas = len(counted) or config.num_replicas
     utilization = model_flops_utilization(config.step_flops, world.device, state.seconds / state.step)
-    replica_tokens = config.replica_tokens
+    own_pace = config.replica_tokens * state.step / state.seconds
     return {
         "method": config.method,
         "num_replicas": num_replicas,
@@ -262,7 +264,7 @@ def _summary(
         "eval_bits_per_byte": loss.bits_per_byte,
         "eval_tokens": loss.num_tokens,
         "wall_seconds": state.seconds,
-        "tokens_per_second": num_replicas * replica_tokens * state.step / state.seconds,
+        "tokens_per_second": num_replicas * own_pace if rendezvous is None else 0.0,
         "model_flops_utilization": utilization,
         "peak_memory_bytes": peak_memory_bytes(world.device),
         "bytes_sent_per_replica": state.sync.bytes_sent,
@@ -270,7 +272,7 @@ def _summary(
         "device": world.device.type,
         "machine": machine_name(world.device),
         "precision": "bf16" if world.autocast else "fp32" if config.precision == "auto" else config.precision,
-    } | ({} if rendezvous is None else _of_the_log(rendezvous, counted))
+    } | ({} if rendezvous is None else {"replica_tokens_per_second": own_pace} | _of_the_log(rendezvous, counted))
 
 
 def _of_the_log(rendezvous: "StoreRendezvous", counted: Mapping[str, Contributor]) -> dict[str, Any]:

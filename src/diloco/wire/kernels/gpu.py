@@ -1,7 +1,8 @@
-"""The functions of triton_blocks.py and triton_rows.py, on torch's tensors, in the current stream."""
+"""The functions of the triton_*.py, on torch's tensors, in the current stream."""
 
 import functools
 import importlib.util
+import math
 import os
 import shutil
 import sysconfig
@@ -18,12 +19,34 @@ MOST_BLOCK = 8192
 """Elements of the longest block that a program can hold."""
 
 
-_ELEMENTS = 2048
-"""Elements of a program whose blocks are short; four warps are among the best of ten settings on an H200."""
+_PACKED = 2048
+"""Elements that a program packs, if its blocks are short; with four warps among the best of ten on an H200."""
+
+
+_UNPACKED = 512
+"""Elements that a program unpacks; with two warps the best of eight settings on an H200."""
 
 
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 """A product and a sum are rounded one after the other, as torch rounds them."""
+
+
+_UNPACK_OPTIONS = _OPTIONS | {"num_warps": 2}
+
+
+_SIZE = 512
+"""Elements of a program of the sparse codecs; with four warps the best of five settings on an H200."""
+
+
+_CAST = 2048
+"""Elements of a program of the codecs without a scale; with eight warps the best of five settings on an H200."""
+
+
+_CAST_OPTIONS = _OPTIONS | {"num_warps": 8}
+
+
+_HISTOGRAMS = 64
+"""Histograms that programs add to in turns: with one, they would wait for each other."""
 
 
 _CHUNK = 2048
@@ -61,43 +84,136 @@ class GpuBlocks:
             A bool on the device: False if an element is not finite.
         """
         assert words is None or delta_N.numel() <= 1 << 34, "a counter's first word has 32 bits"
-        typed = self._typed(scales)
-        tensors, values = (delta_N, typed, codes), words or [0] * 5
-        is_finite = self._run(self._code.pack, tensors, delta_N, block, *values, STOCHASTIC=words is not None)
+        typed, num_elements = self._typed(scales), delta_N.numel()
+        bad = torch.zeros((), dtype=torch.int32, device=delta_N.device)
+        columns = 1 << (block - 1).bit_length()
+        rows = max(1, _PACKED // columns)
+        choices = {"BLOCK": block, "ROWS": rows, "COLUMNS": columns, "STOCHASTIC": words is not None}
+        if num_programs := -(-num_elements // (rows * block)):
+            with _on(delta_N.device):
+                start, values = self._code.pack[num_programs,], words or [0] * 5
+                start(delta_N, typed, codes, bad, num_elements, *values, **choices, **self._constants, **_OPTIONS)
         if typed.data_ptr() != scales.data_ptr():
             scales.copy_(typed.view(torch.uint8))
-        return is_finite
+        return bad == 0
 
     def unpack(self, block: int, scales: Tensor, codes: Tensor, to_N: Tensor, *, add: bool) -> Tensor:
         """Write the values, or add them; False on the device if `pack` never writes one of the scales or codes."""
-        return self._run(self._code.unpack, (self._typed(scales), codes, to_N), to_N, block, ADD=add)
+        bad = torch.zeros((), dtype=torch.int32, device=to_N.device)
+        tensors, sizes = (self._typed(scales), codes, to_N, bad), {"BLOCK": block, "SIZE": _UNPACKED}
+        if num_programs := -(-to_N.numel() // _UNPACKED):
+            with _on(to_N.device):
+                start = self._code.unpack[num_programs,]
+                start(*tensors, to_N.numel(), **sizes, **self._constants, ADD=add, **_UNPACK_OPTIONS)
+        return bad == 0
 
     def _typed(self, scales: Tensor) -> Tensor:
         """The scales of small floats are bytes, those of integers FP32: a copy where these are not aligned."""
-        if self._constants["FLOAT"]:
-            return scales
-        return (scales.clone() if scales.storage_offset() % 4 else scales).view(torch.float32)
+        return scales if self._constants["FLOAT"] else _typed(scales, torch.float32)
 
-    def _run(
-        self,
-        function: Any,
-        tensors: Sequence[Tensor],
-        vector_N: Tensor,
-        block: int,
-        *values: int,
-        **choices: bool,
-    ) -> Tensor:
-        """Start as many programs as there are rows of blocks; True on the device if none was bad."""
-        device, num_elements = vector_N.device, vector_N.numel()
-        bad = torch.zeros((), dtype=torch.int32, device=device)
-        columns = 1 << (block - 1).bit_length()
-        rows = max(1, _ELEMENTS // columns)
-        sizes = {"BLOCK": block, "ROWS": rows, "COLUMNS": columns}
-        if num_programs := -(-num_elements // (rows * block)):
-            with _on(device):
-                start = function[num_programs,]
-                start(*tensors, bad, num_elements, *values, **sizes, **self._constants, **choices, **_OPTIONS)
+
+class GpuCasts:
+    """The functions of one format without a scale, on contiguous vectors.
+
+    Args:
+        dtype: FP32, BF16 or FP16.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        from diloco.wire.kernels import triton_casts  # where Triton is installed
+
+        self._code, self._mantissa = triton_casts, round(-math.log2(torch.finfo(dtype).eps))
+        self._codes = torch.int32 if dtype.itemsize == 4 else torch.int16
+
+    def pack(self, delta_N: Tensor, body: Tensor) -> Tensor:
+        """Write the elements in the format; False on the device if one is not finite."""
+        typed = _typed(body, self._codes)
+        is_finite = self._run(self._code.pack, (delta_N.view(torch.int32), typed))
+        if typed.data_ptr() != body.data_ptr():
+            body.copy_(typed.view(torch.uint8))
+        return is_finite
+
+    def unpack(self, body: Tensor, to_N: Tensor, *, add: bool) -> Tensor:
+        """Write the values, or add them; False on the device if one is not finite."""
+        return self._run(self._code.unpack, (_typed(body, self._codes), to_N), ADD=add)
+
+    def _run(self, function: Any, tensors: tuple[Tensor, Tensor], **choices: bool) -> Tensor:
+        num_elements, bad = tensors[0].numel(), torch.zeros((), dtype=torch.int32, device=tensors[0].device)
+        if num_programs := -(-num_elements // _CAST):
+            with _on(bad.device):
+                start, sizes = function[num_programs,], {"MANTISSA": self._mantissa, "SIZE": _CAST}
+                start(*tensors, bad, num_elements, **sizes, **choices, **_CAST_OPTIONS)
         return bad == 0
+
+
+class GpuSparse:
+    """The functions of the sparse codecs, on contiguous vectors; masks are those of diloco.wire.payload."""
+
+    def __init__(self) -> None:
+        from diloco.wire.kernels import triton_sparse  # where Triton is installed
+
+        self._code = triton_sparse
+
+    def masked(self, mask: Sequence[int], delta_N: Tensor, room: int) -> tuple[Tensor, Tensor]:
+        """The values that a mask keeps, then zeros, FP32 (room); False on the device if one is not finite."""
+        kept = torch.zeros(room, dtype=torch.float32, device=delta_N.device)
+        bad = torch.zeros((), dtype=torch.int32, device=delta_N.device)
+        words = self._words(mask)
+        ends = self._mask_ends(words, delta_N)
+        tensors = delta_N, kept, ends, bad
+        _start(self._code.mask_pack, delta_N.numel(), *tensors, delta_N.numel(), room, *words)
+        return kept, bad == 0
+
+    def spread(self, mask: Sequence[int], kept: Tensor, to_N: Tensor, *, add: bool) -> None:
+        """Write zeros and the values that a mask kept, or add the values."""
+        words = self._words(mask)
+        tensors = kept, to_N, self._mask_ends(words, to_N)
+        _start(self._code.mask_unpack, to_N.numel(), *tensors, to_N.numel(), kept.numel(), *words, ADD=add)
+
+    def largest(self, delta_N: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The k largest magnitudes, of equal ones the first.
+
+        Returns:
+            Their places, ascending, int64 (k); their values, FP32 (k); False on the device if an element is not
+            finite.
+        """
+        device, num_elements = delta_N.device, delta_N.numel()
+        bad = torch.zeros((), dtype=torch.int32, device=device)
+        place_k = torch.empty(kept, dtype=torch.int64, device=device)
+        kept_k = torch.empty(kept, dtype=torch.float32, device=device)
+        threshold, num_ties = self._threshold(delta_N, kept, bad)
+        above, equal = torch.empty(2, _num_programs(num_elements), dtype=torch.int32, device=device)
+        _start(self._code.largest_counts, num_elements, delta_N, above, equal, threshold, num_elements)
+        ends = above.cumsum(0), equal.cumsum(0)
+        tensors = delta_N, place_k, kept_k, *ends, threshold, num_ties
+        _start(self._code.largest_pack, num_elements, *tensors, num_elements)
+        return place_k, kept_k, bad == 0
+
+    def _threshold(self, delta_N: Tensor, kept: int, bad: Tensor) -> tuple[Tensor, Tensor]:
+        """The magnitude of the k-th largest, as an integer, and the number of those at it that are kept."""
+        threshold = torch.zeros(1, dtype=torch.int32, device=delta_N.device)
+        left = torch.full((1,), kept, dtype=torch.int64, device=delta_N.device)
+        for is_upper, num_bins in ((True, 1 << 15), (False, 1 << 16)):
+            counts = torch.zeros(_HISTOGRAMS, num_bins, dtype=torch.int32, device=delta_N.device)
+            tensors, choices = (delta_N, counts, threshold, bad), {"UPPER": is_upper, "COPIES": _HISTOGRAMS}
+            _start(self._code.histogram, delta_N.numel(), *tensors, delta_N.numel(), **choices)
+            from_bin_on = counts.sum(0).flip(0).cumsum(0).flip(0)
+            # The last bin from which on there are enough.
+            chosen = ((from_bin_on >= left).sum().view(1) - 1).clamp_(min=0)
+            above = torch.nn.functional.pad(from_bin_on, (0, 1)).gather(0, chosen + 1)
+            threshold, left = (threshold << 16) + chosen.int(), left - above
+        return threshold, left
+
+    def _mask_ends(self, words: Sequence[int], vector_N: Tensor) -> Tensor:
+        """For each program, the number of elements up to its end that a mask keeps."""
+        num_elements = vector_N.numel()
+        counts = torch.empty(_num_programs(num_elements), dtype=torch.int32, device=vector_N.device)
+        _start(self._code.mask_counts, num_elements, counts, num_elements, *words)
+        return counts.cumsum(0)
+
+    def _words(self, mask: Sequence[int]) -> list[int]:
+        """A mask's numbers, as signed ones, for which Triton compiles but once."""
+        return [(word ^ 1 << 31) - (1 << 31) for word in mask]
 
 
 class GpuRows:
@@ -149,6 +265,22 @@ class GpuRows:
                 start(logits_RxV, *others, logits_RxV.stride(0), num_logits, CHUNK=chunk, **_ROW_OPTIONS)
 
 
+def _typed(memory: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as a vector of another dtype: a copy where they are not aligned."""
+    return (memory.clone() if memory.storage_offset() % dtype.itemsize else memory).view(dtype)
+
+
+def _num_programs(num_elements: int) -> int:
+    return -(-num_elements // _SIZE)
+
+
+def _start(function: Any, num_elements: int, *arguments: Any, **constants: int) -> None:
+    """Start as many programs of _SIZE elements as there are."""
+    if num_elements:
+        with _on(arguments[0].device):
+            function[_num_programs(num_elements),](*arguments, **constants, SIZE=_SIZE, **_OPTIONS)
+
+
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -156,6 +288,16 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 def gpu_blocks(constants: Mapping[str, int | float]) -> GpuBlocks | None:
     """The functions of a block codec; None, with one warning, where Triton or what it compiles with is missing."""
     return GpuBlocks(constants) if _has_triton() else None
+
+
+def gpu_casts(dtype: torch.dtype) -> GpuCasts | None:
+    """The functions of a format without a scale; None where `gpu_blocks` gives None."""
+    return GpuCasts(dtype) if _has_triton() else None
+
+
+def gpu_sparse() -> GpuSparse | None:
+    """The functions of the sparse codecs; None where `gpu_blocks` gives None."""
+    return GpuSparse() if _has_triton() else None
 
 
 def gpu_rows() -> GpuRows | None:

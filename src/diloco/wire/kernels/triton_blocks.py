@@ -1,8 +1,8 @@
 """The block codecs for a GPU, in Triton: one pass over memory each, with the bits of the codecs' plain torch code.
 
-A program works on ROWS blocks, in rows of COLUMNS elements, the first power of two from the block's length on. All
-codecs are instances of two families, whose numbers are constants of the compiled code: small floats under a power
-of two (FLOAT; see diloco.wire.floats) and integers under an FP32 scale (diloco.wire.integers).
+A program that packs works on ROWS blocks, in rows of COLUMNS elements, the first power of two from the block's
+length on. All codecs are instances of two families, whose numbers are constants of the compiled code: small floats
+under a power of two (FLOAT; see diloco.wire.floats) and integers under an FP32 scale (diloco.wire.integers).
 
 A small float's magnitude is n·2^(e − MANTISSA) with e ≥ SMALLEST and n < 2^(MANTISSA + 1); its index among the
 format's magnitudes is (e − SMALLEST)·2^MANTISSA + n, subnormals and carries included.
@@ -88,8 +88,7 @@ def unpack(
     num_elements,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr,
     BITS: tl.constexpr,
     FLOAT: tl.constexpr,
     MANTISSA: tl.constexpr,
@@ -100,16 +99,49 @@ def unpack(
     TIES_UP: tl.constexpr,
     MOST_SCALE: tl.constexpr,
 ) -> None:
-    """Write the values, or add them; write 1 to `bad` if `pack` never writes one of the scales or codes."""
-    row, element, is_here = _elements(num_elements, BLOCK, ROWS, COLUMNS)
-    has_row = row * BLOCK < num_elements
-    scale = tl.load(scales_ptr + row, mask=has_row, other=0)
-    PER_BYTE: tl.constexpr = 8 // BITS
-    byte_at, is_byte = _bytes(row, num_elements, BLOCK, COLUMNS, PER_BYTE)
-    code = tl.load(codes_ptr + byte_at, mask=is_byte, other=0).to(tl.int32)
-    if PER_BYTE > 1:
-        place = tl.arange(0, PER_BYTE) * BITS
-        code = tl.reshape((code[:, :, None] >> place[None, None, :]) & ((1 << BITS) - 1), [ROWS, COLUMNS])
+    """Write the values, or add them; write 1 to `bad` if `pack` never writes one of the scales or codes.
+
+    A program works on SIZE elements, in rows of four, whose codes fill whole bytes: a thread reads, computes and
+    writes rows of its own, so that nothing moves from one thread to another.
+    """
+    row = tl.program_id(0).to(tl.int64) * (SIZE // 4) + tl.arange(0, SIZE // 4)[:, None]
+    element = row * 4 + tl.arange(0, 4)[None, :]
+    byte_at = row * (BITS // 2) + tl.arange(0, BITS // 2)[None, :]
+    scale_at = (element if BLOCK % 4 else row * 4) // BLOCK
+    if (tl.program_id(0) + 1).to(tl.int64) * SIZE <= num_elements:
+        # Without masks, which would part the reads of a row.
+        scale, code = tl.load(scales_ptr + scale_at), tl.load(codes_ptr + byte_at)
+        value, is_bad = _values(scale, code, SIZE, BITS, FLOAT, MANTISSA, SMALLEST, TOP, TOP_CODE, MOST_SCALE)
+        _report(tl.max(is_bad.to(tl.int32), axis=1), bad_ptr)
+        tl.store(to_ptr + element, tl.load(to_ptr + element) + value if ADD else value)
+    else:
+        is_here = element < num_elements
+        scale = tl.load(scales_ptr + scale_at, mask=scale_at * BLOCK < num_elements, other=0)
+        code = tl.load(codes_ptr + byte_at, mask=byte_at * (8 // BITS) < num_elements, other=0)
+        value, is_bad = _values(scale, code, SIZE, BITS, FLOAT, MANTISSA, SMALLEST, TOP, TOP_CODE, MOST_SCALE)
+        _report(tl.max((is_bad & is_here).to(tl.int32), axis=1), bad_ptr)
+        before = tl.load(to_ptr + element, mask=is_here, other=0.0)
+        tl.store(to_ptr + element, before + value if ADD else value, mask=is_here)
+
+
+@triton.jit
+def _values(
+    scale,
+    code,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    FLOAT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    TOP: tl.constexpr,
+    TOP_CODE: tl.constexpr,
+    MOST_SCALE: tl.constexpr,
+):
+    """Values of rows of four, and flags of those whose scale or code is never written."""
+    code = code.to(tl.int32)
+    if BITS < 8:
+        place = tl.arange(0, 8 // BITS) * BITS
+        code = tl.reshape((code[:, :, None] >> place[None, None, :]) & ((1 << BITS) - 1), [SIZE // 4, 4])
     if FLOAT:
         byte = scale.to(tl.int32)
         is_bad_scale, factor = byte > 254 - TOP, _power_of_two(byte)
@@ -118,13 +150,13 @@ def unpack(
         is_bad_scale, factor = ((scale >= 0) & (scale <= MOST_SCALE)) == 0, scale
         num_steps = code - (code >> (BITS - 1) << BITS)
         is_bad_code, unit = num_steps < -TOP_CODE, num_steps.to(tl.float32)
-    is_bad = (is_bad_scale & has_row)[:, None] | (is_bad_code & is_here)
-    if tl.max(tl.max(is_bad.to(tl.int32), axis=1), axis=0) > 0:
-        tl.store(bad_ptr, 1)
-    value = unit * factor[:, None]
-    if ADD:
-        value = tl.load(to_ptr + element, mask=is_here, other=0.0) + value
-    tl.store(to_ptr + element, value, mask=is_here)
+    return unit * factor, is_bad_scale | is_bad_code
+
+
+@triton.jit
+def _report(is_bad, bad_ptr) -> None:
+    """Write 1 to `bad` if a number is not 0."""
+    tl.store(bad_ptr + tl.zeros_like(is_bad), 1, mask=is_bad > 0)
 
 
 @triton.jit
