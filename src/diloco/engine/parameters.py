@@ -430,11 +430,18 @@ def _replicated(like: "DTensor") -> list[int]:
     return [dim for dim, (placement, size) in enumerate(sizes) if placement.is_replicate() and size > 1]
 
 
-def part_of(shard: Tensor, like: Tensor) -> Tensor:
-    """This process's part of its shard, a view; `like` is the parameter, which is sharded so."""
+def part_of(shard: Tensor, like: Tensor, *, before: int | None = None) -> Tensor:
+    """This process's part of its shard, a view.
+
+    Args:
+        shard: in any memory.
+        like: the parameter, which is sharded so.
+        before: cut along the dimensions of the mesh before this one alone.
+    """
     if is_sharded(like):
         for dim in _replicated(like):
-            shard = _chunks(shard, like.device_mesh.size(dim))[like.device_mesh.get_local_rank(dim)]
+            if before is None or dim < before:
+                shard = _chunks(shard, like.device_mesh.size(dim))[like.device_mesh.get_local_rank(dim)]
     return shard
 
 
@@ -454,8 +461,11 @@ def spread(shards: Sequence[Tensor], likes: Sequence[Tensor]) -> None:
     mesh = likes[0].device_mesh if likes and is_sharded(likes[0]) else None
     for dim in reversed(range(mesh.ndim if mesh is not None else 0)):
         assert mesh is not None
-        rows = [_level(shard, like, dim) for shard, like in zip(shards, likes, strict=True) if is_sharded(like)]
-        rows = [chunks for chunks in rows if chunks]
+        rows = [
+            _chunks(part_of(shard, like, before=dim), mesh.size(dim))
+            for shard, like in zip(shards, likes, strict=True)
+            if is_sharded(like) and dim in _replicated(like)
+        ]
         if not rows:
             continue
         # The first chunk is the largest. Bytes of whole words, so that several types travel together.
@@ -471,16 +481,6 @@ def spread(shards: Sequence[Tensor], likes: Sequence[Tensor]) -> None:
                 if index != rank:
                     chunk = chunks[index]
                     chunk.copy_(place[: chunk.nbytes].view(chunk.dtype).view(chunk.shape))
-
-
-def _level(shard: Tensor, like: "DTensor", last: int) -> list[Tensor]:
-    """The chunks of a shard along a dimension of the mesh, within this process's along those before it."""
-    dims = _replicated(like)
-    if last not in dims:
-        return []
-    for dim in dims[: dims.index(last)]:
-        shard = _chunks(shard, like.device_mesh.size(dim))[like.device_mesh.get_local_rank(dim)]
-    return _chunks(shard, like.device_mesh.size(last))
 
 
 def replica_group(parameters: Mapping[str, nn.Parameter]) -> Group:
@@ -515,6 +515,7 @@ def replica_group(parameters: Mapping[str, nn.Parameter]) -> Group:
     if len(several) == 1:
         return TorchGroup(mesh.get_group(several[0]), device)
     seconds = timeout_seconds_of(mesh.get_group(several[0]))
+    # torch names it by its ranks and by how many groups a process has: as many in all processes of a replica.
     ranks = sorted(mesh.mesh.flatten().tolist())
     group = dist.new_group(ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup), "this process is a member"

@@ -440,7 +440,7 @@ class TrainConfig:
     @property
     def step_flops(self) -> float:
         """The model's operations in a step of one process."""
-        tokens = self.process_batch * self.sequence_length
+        tokens = self.replica_tokens / self.processes_per_replica
         return self.model.flops_per_token(self.sequence_length) * tokens
 
     @property
