@@ -121,14 +121,14 @@ def test_a_state_is_taken_up_by_processes_that_share_a_batch(tmp_path):
         assert losses == pytest.approx(expected_losses, abs=1e-5)
 
 
-MESHES = {"one": (1,), "shards": (4,), "tensor": (2, 1, 2), "both": (4, 1, 2), "hsdp": (2, 2)}
+MESHES = {"one": (1,), "tensor": (2, 1, 2), "both": (4, 1, 2), "hsdp": (2, 2)}
 """S, D and tensor_parallel."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("both", ("one", "both")), ("hsdp", ("shards", "both")), ("one", ("tensor",))],
+    [("both", ("one", "both", "hsdp")), ("one", ("tensor",))],
 )
 def test_a_state_is_taken_up_on_another_mesh(tmp_path, before, after):
     """Bit for bit; losses differ by the order of sums, and not at all on the same mesh."""
