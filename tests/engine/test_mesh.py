@@ -51,7 +51,7 @@ def tensor(model: Model, mesh: DeviceMesh) -> None:
 
 def fsdp_and_tensor(model: Model, mesh: DeviceMesh) -> None:
     tensor(model, mesh["tensor"])
-    hsdp(model, mesh[tuple(name for name in mesh.mesh_dim_names if name != "tensor")])
+    hsdp(model, mesh[tuple(name for name in (mesh.mesh_dim_names or ()) if name != "tensor")])
 
 
 MESHES: dict[str, tuple[Callable[[Model, DeviceMesh], None], dict[str, int]]] = {
