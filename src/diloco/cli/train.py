@@ -150,23 +150,24 @@ def _budget(words: Mapping[str, str]) -> Budget | None:
 
 def _start(command: Command, budget: Budget | None) -> None:
     """Prepare the run; then start it, or print what it would be."""
-    from diloco.training.processes import is_first_on_machine, prepared, under_a_launcher
+    from diloco.training.processes import is_first_on_machine, prepared, under_a_launcher, without_collections
 
     speaks = is_first_on_machine()
     if speaks and not command.dry_run and (line := meeting_line(command.config)):
         print(line, flush=True)  # now: to import torch takes seconds
-    from diloco.report.terminal.screen import Screen
-    from diloco.report.terminal.training import change_lines, forecast_lines, preparation_progress, start_lines
-    from diloco.training.config.forecast import forecast
-    from diloco.training.prepare import prepare_run
-    from diloco.training.records.runs import (
-        CONFIG_FILE,
-        check_not_running,
-        own_run,
-        read_config,
-        running,
-        schedule_changes,
-    )
+    with without_collections():
+        from diloco.report.terminal.screen import Screen
+        from diloco.report.terminal.training import change_lines, forecast_lines, preparation_progress, start_lines
+        from diloco.training.config.forecast import forecast
+        from diloco.training.prepare import prepare_run
+        from diloco.training.records.runs import (
+            CONFIG_FILE,
+            check_not_running,
+            own_run,
+            read_config,
+            running,
+            schedule_changes,
+        )
 
     if command.resume is None and command.config.name and not under_a_launcher():
         check_not_running(command.config.directory)  # now, since preparing a text may take hours

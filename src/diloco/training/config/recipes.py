@@ -12,7 +12,13 @@ from diloco.errors import UserError
 from diloco.files import expanded
 from diloco.models.decoder_config import LADDER, SEQUENCE_LENGTH, DecoderConfig, ladder
 from diloco.models.hugging_face_config import HuggingFaceConfig, hugging_face_model
-from diloco.training.config.config import AdamWConfig, CheckpointConfig, DilocoConfig, TrainConfig
+from diloco.training.config.config import (
+    AdamWConfig,
+    CheckpointConfig,
+    DilocoConfig,
+    EvaluationConfig,
+    TrainConfig,
+)
 
 
 def laptop() -> TrainConfig:
@@ -37,6 +43,7 @@ def tiny() -> TrainConfig:
         sequence_length=64,
         model=DecoderConfig(num_layers=4, num_heads=2, width=32),
         diloco=DilocoConfig(sync_every=10, layers_per_fragment=2),
+        evaluation=EvaluationConfig(num_tokens=32_768),  # about as many as it trains on
         checkpoint=CheckpointConfig(every_steps=20),
     )
 
