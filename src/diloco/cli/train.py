@@ -17,7 +17,6 @@ from diloco.cli._recipe import changed, named_recipe
 from diloco.cli._streams import safe_streams
 from diloco.errors import UserError
 from diloco.training.config.config import TrainConfig, differences, with_value
-from diloco.training.config.joined import joined_config
 from diloco.training.config.recipes import RECIPES, recipe, with_hugging_face, with_model_at
 from diloco.training.config.resolve import Budget, epochs, parse_tokens, read_config_file, resolved
 
@@ -80,6 +79,8 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
         config, of_file = read_config_file(file, named, rendezvous=words.get("rendezvous"))
         budget = budget or of_file
     elif named is None and "rendezvous" in words and not asks_for_help(flags) and _begins_with_flags(flags):
+        from diloco.training.config.joined import joined_config
+
         config = joined_config(words["rendezvous"], names_model=hf is not None)
     else:
         if named is None:
@@ -158,7 +159,6 @@ def _start(command: Command, budget: Budget | None) -> None:
     with without_collections():
         from diloco.report.terminal.screen import Screen
         from diloco.report.terminal.training import change_lines, forecast_lines, preparation_progress, start_lines
-        from diloco.training.config.forecast import forecast
         from diloco.training.prepare import prepare_run
         from diloco.training.records.runs import (
             CONFIG_FILE,
@@ -183,6 +183,8 @@ def _start(command: Command, budget: Budget | None) -> None:
             config = with_value(config, "optimizer.warmup_steps", asked.optimizer.warmup_steps)
         lines = [*start_lines(config, budget), *change_lines(differences(saved, config))]
         if command.dry_run:
+            from diloco.training.config.forecast import forecast
+
             print("\n".join([*lines, *forecast_lines(config, forecast(config))]))
             return
         file = config.directory / CONFIG_FILE
