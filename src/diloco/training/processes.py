@@ -65,20 +65,27 @@ def slow_imports(config: "TrainConfig") -> tuple[str, ...]:
     return (*modules, "torch._dynamo") if needs_dynamo else modules
 
 
-def import_modules(names: Iterable[str]) -> None:
-    """Import modules for all children, without collections, which would take a fifth of the time and free nothing.
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Import modules in this context without collections, which would take a fifth of the time and free nothing.
 
     What this process holds then is left out of later collections, also of its children's.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        for name in names:
-            import_module(name)
+        yield
     finally:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules for all children."""
+    with without_collections():
+        for name in names:
+            import_module(name)
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
