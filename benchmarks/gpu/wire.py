@@ -7,11 +7,8 @@ import torch
 
 from diloco.wire import CODECS, Key, codec
 from diloco.wire.formats import HEADER_BYTES
-from diloco.wire.kernels.gpu import GpuSparse
-from diloco.wire.kernels.native import native
-from diloco.wire.kernels.native_sparse import NativeSparse
 from diloco.wire.payload import checksum
-from diloco.wire.sparse import TopK
+from diloco.wire.sparse import TopK, _kernels
 from gpu.place import Measurements, Place, Row
 
 GOALS = {
@@ -63,7 +60,8 @@ def _parts_of_topk(place: Place) -> Row:
     """Milliseconds of Top-K's parts: `largest` includes the threshold, and `spread` the unpacking."""
     wire, num = TopK(), place.size(1 << 28, 1 << 14)
     delta_N = torch.randn(num, generator=torch.Generator(place.device).manual_seed(0), device=place.device)
-    kernels, kept = (NativeSparse(native()) if place.dry else GpuSparse()), wire.num_values(num)
+    kernels, kept = _kernels(delta_N), wire.num_values(num)
+    assert kernels is not None, "a C compiler, or Triton"
     place_k, kept_k, _ = kernels.largest(delta_N, kept)
     places = torch.empty(wire.places_bytes(num), dtype=torch.uint8, device=place.device)
     bad = [] if place.dry else [torch.zeros((), dtype=torch.int32, device=place.device)]
