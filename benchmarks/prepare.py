@@ -2,10 +2,10 @@
 
     python benchmarks/prepare.py --text TEXT.jsonl --output DIR
 
-Prints, for 1, 2, 4, … cores, the MB/s of one process with as many threads of the library; of as many processes
-with one thread each, which do nothing but tokenize; and of the preparation with as many workers, their start
-included, and its share of the better of those two. The text is repeated up to `--megabytes` per core. The digest
-must be the same for 1 and for 8 workers.
+Prints, for 1, 2, 4, … cores, to which all processes of the row are bound, the MB/s of one process with as many
+threads of the library; of as many processes with one thread each, which do nothing but tokenize; and of the
+preparation with as many workers, their start included, and its share of the better of those two. The text is
+repeated up to `--megabytes` per core. The digest must be the same for 1 and for 8 workers.
 """
 
 import argparse
@@ -41,21 +41,21 @@ def main() -> None:
     tokenizer, texts = options.output / "tokenizer.json", texts_of(options.text)
     size = sum(len(text.encode()) for text in texts) / 1e6
     for threads in sorted({1, max(options.cores)}):
-        environment = {"RAYON_NUM_THREADS": threads}
-        (seconds,) = in_processes(train, environment, options.text, options.vocabulary, tokenizer)
+        (seconds,) = in_processes(train, threads, options.text, options.vocabulary, tokenizer)
         print(f"train bpe:{options.vocabulary} on {size:.1f} MB, {threads} threads: {seconds:.2f} s", flush=True)
     print("MB/s\ncores  threads  processes  prepare  share")
     for cores in options.cores:
         rows, output = options.output / f"{cores}.jsonl", options.output / "prepared"
         write_rows(rows, texts, cores * options.megabytes)
         library = [tokenizer, options.text, min(options.megabytes, 8.0)]
-        (threads,) = in_processes(tokenize, {"RAYON_NUM_THREADS": cores}, *library)
-        processes = cores * min(in_processes(tokenize, {"TOKENIZERS_PARALLELISM": "false"}, *library, count=cores))
-        ours, _ = prepared(rows, tokenizer, output, cores)
+        (threads,) = in_processes(tokenize, cores, *library)
+        processes = cores * min(in_processes(tokenize, cores, *library, count=cores))
+        ((ours, _),) = in_processes(prepared, cores, rows, tokenizer, output, cores)
         share = ours / max(threads, processes)
         print(f"{cores:>5} {threads:>8.2f} {processes:>10.2f} {ours:>8.2f} {share:>6.2f}", flush=True)
     rows = options.output / f"{options.cores[0]}.jsonl"
-    digests = {prepared(rows, tokenizer, options.output / "prepared", workers)[1] for workers in (1, 8)}
+    arguments = rows, tokenizer, options.output / "prepared"
+    digests = {in_processes(prepared, num_cores(), *arguments, workers)[0][1] for workers in (1, 8)}
     assert len(digests) == 1, digests
     print(f"digest with 1 and with 8 workers: {digests.pop()}")
 
@@ -80,21 +80,26 @@ def repeated(texts: list[str], megabytes: float) -> Iterator[str]:
             return
 
 
-def in_processes(function: Any, environment: dict[str, object], *arguments: Any, count: int = 1) -> list[float]:
-    """The results of a function in new processes with variables that the library reads at its start."""
+def in_processes(function: Any, cores: int, *arguments: Any, count: int = 1) -> list[Any]:
+    """The results of a function in new processes, all of which are bound to so many cores."""
     context = multiprocessing.get_context("spawn")
     results, barrier = context.SimpleQueue(), context.Barrier(count)
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    processes = [context.Process(target=function, args=(results, barrier, *arguments)) for _ in range(count)]
+    bound_to = cores, count, function, results, barrier
+    processes = [context.Process(target=bound, args=(*bound_to, *arguments)) for _ in range(count)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
         assert process.exitcode == 0, process.exitcode
-    values = [results.get() for _ in processes]
-    for name in environment:
-        del os.environ[name]
-    return values
+    return [results.get() for _ in processes]
+
+
+def bound(cores: int, count: int, function: Any, *arguments: Any) -> None:
+    # The library begins as many threads as there are cores, once it has a text.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+    if count > 1:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    function(*arguments)
 
 
 def train(results: Any, _: Any, text: Path, vocabulary: int, path: Path) -> None:
@@ -120,14 +125,15 @@ def tokenize(results: Any, barrier: Any, tokenizer: Path, text: Path, megabytes:
     results.put(num_bytes / 1e6 / (time.perf_counter() - start))
 
 
-def prepared(rows: Path, tokenizer: Path, output: Path, workers: int) -> tuple[float, str]:
+def prepared(results: Any, _: Any, rows: Path, tokenizer: Path, output: Path, workers: int) -> None:
     """MB/s of a preparation, and the digest."""
     shutil.rmtree(output, ignore_errors=True)
     config = DataConfig(train=(str(rows),), tokenizer=str(tokenizer), workers=workers)
     start = time.perf_counter()
     index = read_index(prepare(config, output))
     seconds = time.perf_counter() - start
-    return sum(total(shards).num_bytes for shards in index.splits.values()) / 1e6 / seconds, index.digest
+    num_bytes = sum(total(shards).num_bytes for shards in index.splits.values())
+    results.put((num_bytes / 1e6 / seconds, index.digest))
 
 
 if __name__ == "__main__":

@@ -139,6 +139,7 @@ SMOKES = [
         "--repeats 1 --files",
         r"\nsend:\n(  .*\n)*  schedule\.py\n(.|\n)*\ntrain:\n(  .*\n)*  cli/train\.py\n",
     ),
+    Smoke("start.py", "--repeats 1", r"diloco train tiny +[0-9.]+, [0-9.]+\nits first step +[0-9.]+\n"),
     Smoke("elastic_join.py", f"length {JOIN} --entries 30,60 --copies 1", r"\| 30 \|.*\n.*\| 60 \|", again=True),
     Smoke("elastic_join.py", f"size {JOIN} --parameters 1e4,1e5 --repeats 1", r" 10,000 .*\n.* 100,000 "),
     Smoke(

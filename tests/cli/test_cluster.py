@@ -213,21 +213,29 @@ def test_overtraining_has_the_batches_and_tokens_of_tables_2_and_8(printed):
 @pytest.mark.slow
 def test_one_text_serves_all_sizes_and_dolma_comes_from_its_list(printed):
     lines, commands = printed
-    prepared = [shlex.split(line)[3:] for line in lines if line.startswith("diloco data prepare ")]
+    prepared = [
+        shlex.split(line.removesuffix(" &&"))[3:] for line in lines if line.startswith("diloco data prepare ")
+    ]
 
     @wraps(cli_data._prepare)
     def asked(output, data=DataConfig()):  # noqa: B008
         return output, data
 
     texts = dict(parsed(asked, words, prog="diloco data prepare") for words in prepared)
-    c4, dolma = texts.values()
-    assert c4.train == ("hf:allenai/c4:en:train",) and c4.tokenizer == dolma.tokenizer == "bpe:32000"
+    (of_c4, c4), (tokenizer, beginning), (of_dolma, dolma) = texts.items()
+    assert c4.train == ("hf:allenai/c4:en:train",) and c4.tokenizer == "bpe:32000"
+    assert beginning == replace(c4, max_train_bytes=2**27), "all text of which C4's tokenizer is made"
+    assert dolma.tokenizer == str(tokenizer)
     assert dolma.train[0].endswith("/dolma/*.jsonl.gz"), "a script of Dolma's own would be refused"
     assert c4.held_out == dolma.held_out == ("hf:allenai/c4:en:validation",)
     used = {command.flags["--data.prepared"] for command in commands}
-    assert used == set(map(str, texts)) and "--data.train" not in {word for c in commands for word in c.words}
+    assert used == {str(of_c4), str(of_dolma)}
+    assert "--data.train" not in {word for command in commands for word in command.words}
     (download,) = (line for line in lines if "dolma/resolve" in line)
-    assert lines.index(download) < lines.index(next(line for line in lines if "dolma/*" in line))
+    place = lines.index(download)
+    assert all(line.endswith(" &&") for line in lines[place : place + 2]), "none is begun without those before"
+    assert "dolma/*" in lines[place + 2]
+    assert lines[0].startswith("# NODE: ") and "; HOST: " in lines[0]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from tests.processes import run_replicas, wait_for_files
 
 import diloco
 from diloco.exchange import connect as connecting
-from diloco.exchange import meeting, notices, process_group
+from diloco.exchange import meeting, notices, process_group, transport
 from diloco.exchange.notices import within
 from diloco.exchange.transport import Channel, Tag
 
@@ -30,6 +30,15 @@ def test_a_call_returns_and_raises_as_it_does_without_a_bound():
     assert within(60, max, 1, -2, key=abs) == -2
     with pytest.raises(ZeroDivisionError):
         within(60, divmod, 1, 0)
+
+
+def test_a_wait_for_processes_that_come_together_looks_again_at_once(monkeypatch):
+    sleeps: list[float] = []
+    monkeypatch.setattr(transport.time, "monotonic", lambda: sum(sleeps))
+    monkeypatch.setattr(transport.time, "sleep", sleeps.append)
+    transport.wait_for_all(lambda: "" if len(sleeps) == 100 else "replica 1", begin=0.0, seconds=60, remedy="")
+    assert sleeps[0] == 0.001 and sum(sleeps[:10]) < 0.05, "as soon as they are there"
+    assert sleeps == sorted(sleeps) and sleeps[-1] == 0.05, "no store is asked more often later"
 
 
 def end(how: str, folder: str) -> None:

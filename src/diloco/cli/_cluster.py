@@ -7,8 +7,9 @@ from pathlib import Path
 
 from diloco.cli._command import changes, flags
 from diloco.data.config import DataConfig
+from diloco.data.prepare import BPE_TRAINING_BYTES
 from diloco.experiments.papers.experiment import Experiment
-from diloco.experiments.papers.tiers import DOLMA, num_params, with_vocabulary
+from diloco.experiments.papers.tiers import C4, DOLMA, num_params, with_vocabulary
 from diloco.experiments.runner.grid import make_job, text_name
 from diloco.training.config.config import TrainConfig, differences
 from diloco.training.config.forecast import fitted
@@ -39,6 +40,7 @@ def cluster_lines(
     texts = {
         config.data: (output / "text" / text_name(config.data)).absolute() for config, _ in different.values()
     }
+    yield "# NODE: number of this machine in a run of several, from 0, site by site; HOST: address of machine 0"
     for data, directory in texts.items():
         yield from _text_lines(data, directory)
     for config, labels in different.values():
@@ -58,16 +60,23 @@ def _text_lines(data: DataConfig, directory: Path) -> Iterator[str]:
     if data.train == DOLMA:
         files = directory.parent / "dolma"
         # One eighth of the list's files holds more tokens than the longest run reads.
-        one = f'curl -sfL {{}} -o {shlex.quote(str(files))}/"$(basename {{}} .json.gz)".jsonl.gz'
+        one = f'curl -sfL --retry 5 {{}} -o {shlex.quote(str(files))}/"$(basename {{}} .json.gz)".jsonl.gz'
         yield (
             f"mkdir -p {shlex.quote(str(files))} && curl -sfL {_DOLMA_FILES} | awk 'NR % 8 == 1' | "
-            f"xargs -P 16 -I{{}} sh -c {shlex.quote(one)}"
+            f"xargs -P 16 -I{{}} sh -c {shlex.quote(one)} &&"  # a text without all files would be another one
         )
-        data = replace(data, train=(f"{files}/*.jsonl.gz",))
+        # The tokenizer is that of C4, on which the runs are evaluated: the first of these files hold no prose.
+        tokenizer = directory.parent / "tokenizer"
+        yield _preparation(replace(data, train=C4, max_train_bytes=BPE_TRAINING_BYTES), tokenizer) + " &&"
+        data = replace(data, train=(f"{files}/*.jsonl.gz",), tokenizer=str(tokenizer))
+    yield _preparation(data, directory)
+
+
+def _preparation(data: DataConfig, directory: Path) -> str:
     data = replace(data, cache=DataConfig.cache)
     words = flags({name: value for name, (_, value) in differences(DataConfig(), data).items()})
     flat = [word for each in words.values() for word in each]
-    yield shlex.join(["diloco", "data", "prepare", "--output", str(directory), *flat])
+    return shlex.join(["diloco", "data", "prepare", "--output", str(directory), *flat])
 
 
 _DOLMA_FILES = "https://huggingface.co/datasets/allenai/dolma/resolve/main/urls/v1_7.txt"
@@ -80,7 +89,7 @@ def _on_gpus(config: TrainConfig, gpu_bytes: float) -> TrainConfig:
 
 
 def _command(config: TrainConfig, sites: int) -> str:
-    """The command of a run for each of its machines: NODE counts them from 0, site by site, HOST is the first."""
+    """The command of a run, the same for each of its machines."""
     is_divided = config.method != "data_parallel" and config.num_replicas % sites == 0
     per_site = config.num_processes // (sites if is_divided else 1)
     per_node = max(number for number in range(1, _GPUS_PER_NODE + 1) if per_site % number == 0)

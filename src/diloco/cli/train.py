@@ -17,7 +17,6 @@ from diloco.cli._recipe import changed, followed, law_lines, named_recipe
 from diloco.cli._streams import safe_streams
 from diloco.errors import UserError
 from diloco.training.config.config import TrainConfig, differences, with_value
-from diloco.training.config.joined import joined_config
 from diloco.training.config.recipes import RECIPES, recipe, with_hugging_face, with_model_at
 from diloco.training.config.resolve import Budget, epochs, parse_tokens, read_config_file, resolved
 
@@ -81,6 +80,8 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
         config, of_file = read_config_file(file, named, rendezvous=words.get("rendezvous"), followed=asked)
         budget = budget or of_file
     elif named is None and "rendezvous" in words and not asks_for_help(flags) and _begins_with_flags(flags):
+        from diloco.training.config.joined import joined_config
+
         config = joined_config(words["rendezvous"], names_model=hf is not None)
     else:
         if named is None:
@@ -151,27 +152,29 @@ def _budget(words: Mapping[str, str]) -> Budget | None:
 
 def _start(command: Command, budget: Budget | None) -> None:
     """Prepare the run; then start it, or print what it would be."""
-    from diloco.training.processes import is_first_on_machine, prepared, under_a_launcher
+    from diloco.training.processes import is_first_on_machine, prepared, under_a_launcher, without_collections
 
     speaks = is_first_on_machine()
     if speaks and not command.dry_run and (line := meeting_line(command.config)):
         print(line, flush=True)  # now: to import torch takes seconds
-    from diloco.report.terminal.screen import Screen
-    from diloco.report.terminal.training import change_lines, forecast_lines, preparation_progress, start_lines
-    from diloco.training.config.forecast import forecast
-    from diloco.training.prepare import config_without_text, prepare_run
-    from diloco.training.records.runs import (
-        CONFIG_FILE,
-        check_not_running,
-        own_run,
-        read_config,
-        running,
-        schedule_changes,
-    )
+    with without_collections():
+        from diloco.report.terminal.screen import Screen
+        from diloco.report.terminal.training import change_lines, forecast_lines, preparation_progress, start_lines
+        from diloco.training.prepare import config_without_text, prepare_run
+        from diloco.training.records.runs import (
+            CONFIG_FILE,
+            check_not_running,
+            own_run,
+            read_config,
+            running,
+            schedule_changes,
+        )
 
     if command.resume is None and command.config.name and not under_a_launcher():
         check_not_running(command.config.directory)  # now, since preparing a text may take hours
     if command.dry_run and command.resume is None and (bare := config_without_text(command.config, budget)):
+        from diloco.training.config.forecast import forecast
+
         needs = f"text   none is named: {bare.recipe} needs --data.train and a --data.tokenizer of its vocabulary"
         print("\n".join([needs, *law_lines(bare), *forecast_lines(bare, forecast(bare))]))
         return
@@ -188,6 +191,8 @@ def _start(command: Command, budget: Budget | None) -> None:
         lines = [*start_lines(config, budget), *(law_lines(asked) if resume is None else ())]
         lines += [*change_lines(differences(saved, config))]
         if command.dry_run:
+            from diloco.training.config.forecast import forecast
+
             print("\n".join([*lines, *forecast_lines(config, forecast(config))]))
             return
         file = config.directory / CONFIG_FILE

@@ -170,9 +170,9 @@ class StreamingDiLoCo:
     Call `step()` after each step of the inner optimizer, or `attach(optimizer)` once, and `finish()` after the
     last. Only the values of the model's parameters change; Θ and the outer momentum are FP32 beside any dtype.
 
-    A replica may be several processes: shard the model over them (FSDP2's `fully_shard`, on a mesh of the
-    replica's own), and give each process an exchange with those that hold the same shard in the other replicas; or
-    a rendezvous, where the first process meets the other replicas, and keeps Θ whole in host memory.
+    A replica may be several processes: shard the model over them (FSDP2's `fully_shard`, `parallelize_module`, or
+    both, on a mesh of the replica's own), and give each process an exchange with those of its place in the other
+    replicas; or a rendezvous, where the first process meets the others, and keeps Θ whole in host memory.
 
         Δ_{m,p} = Θ_p − θ_{m,p};   Δ_p = (1/M) Σ_m decode(encode(Δ_{m,p}))
         Θ_p ← OuterOpt(Θ_p, Δ_p);  θ_{m,p} ← α θ_{m,p} + (1 − α) Θ_p

@@ -374,11 +374,13 @@ def wait_for_all(
         if is_logged and waited > last_log + silence:
             _LOG.warning("waiting for %s%s, up to %.0f s more …", names, where, seconds - waited)
             last_names, last_log = names, waited
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(min(max(waited / 4, _SECONDS_TO_LOOK_AGAIN), _SECONDS_BETWEEN_LOOKS))
 
 
 SECONDS_OF_SILENCE = 3.0
 """Time after which a wait for others is logged."""
 _SECONDS_BETWEEN_LINES = 60.0
+_SECONDS_TO_LOOK_AGAIN = 0.001
+"""Time after the first look: processes that one launcher has started arrive together."""
 _SECONDS_BETWEEN_LOOKS = 0.05
 _LOG = logging.getLogger("diloco")

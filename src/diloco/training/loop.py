@@ -333,14 +333,14 @@ def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, HeldOu
 def open_batches(config: TrainConfig, world: World, corpus: TokenShards, *, after_step: int = 0) -> Batches:
     """This process's share of every batch; with a rendezvous, those of its slot after a step."""
     num_windows, seed = corpus.num_windows(config.sequence_length), config.seed
-    ranks = {"rank": world.rank, "num_ranks": world.num_ranks}
+    ranks = {"rank": world.reader, "num_ranks": world.num_readers}
     if (rendezvous := world.rendezvous) is not None:
         slot, start = world.of_first(2, lambda: (rendezvous.slot, rendezvous.start))
         windows = partial(
             SlotSampler(num_windows=num_windows, seed=seed).of_step,
             slot=slot,
             first=start // config.sequence_length,
-            size=config.process_batch * world.num_ranks,
+            size=config.process_batch * world.num_readers,
             after_step=after_step,
             **ranks,
         )

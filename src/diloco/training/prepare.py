@@ -18,8 +18,6 @@ from diloco.schedule import Schedule
 from diloco.schema import checked_name
 from diloco.training.config.config import TrainConfig, differences
 from diloco.training.config.engine_settings import check_sends, checked_settings
-from diloco.training.config.joined import check_text as check_joined
-from diloco.training.config.joined import facts_of
 from diloco.training.config.recipes import PAPER_RECIPES, recipe_of
 from diloco.training.config.resolve import Budget, check_model, resolve, resolved, with_budget, with_method_values
 from diloco.training.processes import under_a_launcher
@@ -117,6 +115,9 @@ def _checked_before_the_text(asked: TrainConfig, budget: Budget | None) -> Sched
 
 
 def _check_joined_text(url: str, prepared: Path) -> None:
+    from diloco.training.config.joined import check_text as check_joined
+    from diloco.training.config.joined import facts_of
+
     facts = facts_of(url)
     try:
         check_joined(facts, prepared)

@@ -59,25 +59,33 @@ def slow_imports(config: "TrainConfig") -> tuple[str, ...]:
     if config.rendezvous is not None:
         modules = (*modules, "diloco.rendezvous.store_rendezvous")
     if config.shards_per_replica > 1:
-        return (*modules, "torch._dynamo", "torch.distributed.fsdp")
+        cut = ("torch.distributed.tensor.parallel",) if config.tensor_parallel > 1 else ()
+        return (*modules, "torch._dynamo", "torch.distributed.fsdp", *cut)
     needs_dynamo = config.method == "data_parallel" or config.ddp_per_replica > 1 or config.compile
     return (*modules, "torch._dynamo") if needs_dynamo else modules
 
 
-def import_modules(names: Iterable[str]) -> None:
-    """Import modules for all children, without collections, which would take a fifth of the time and free nothing.
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Import modules in this context without collections, which would take a fifth of the time and free nothing.
 
     What this process holds then is left out of later collections, also of its children's.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        for name in names:
-            import_module(name)
+        yield
     finally:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules for all children."""
+    with without_collections():
+        for name in names:
+            import_module(name)
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:

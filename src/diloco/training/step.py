@@ -67,7 +67,7 @@ def begin_step(
     blocked_before, sent_before, received_before = sync.blocked_seconds, sync.bytes_sent, sync.bytes_received
     loss_and_norm = begin_inner_step(state, batch, world, rate)
     read_loss_and_norm = begin_to_host(loss_and_norm)
-    outer_steps = [*sync.step(tokens=batch[:, 1:].size * world.num_ranks, loss=loss_and_norm[0])]
+    outer_steps = [*sync.step(tokens=batch[:, 1:].size * world.num_readers, loss=loss_and_norm[0])]
     sends = sync.bytes_sent > sent_before
     state.took(step)
     if state.is_over:

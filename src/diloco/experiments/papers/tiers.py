@@ -256,7 +256,7 @@ def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
     """The papers' sizes, tokens and text: C4, and for more tokens Dolma, with C4 held out."""
     held_out = held_out or (() if corpus else ("hf:allenai/c4:en:validation",))
     # All runs on C4 have one text, whatever they read of it, and the same words are held out of it.
-    text = DataConfig(train=corpus or ("hf:allenai/c4:en:train",), held_out=held_out, tokenizer="bpe:32000")
+    text = DataConfig(train=corpus or C4, held_out=held_out, tokenizer="bpe:32000")
     dolma = replace(text, train=text.train if corpus else DOLMA)
     of_laws = _of_laws(text)
     longer = {name: replace(of_laws.sizes[name], data=dolma) for name in _LAWS_MULTIPLES}
@@ -373,6 +373,7 @@ def with_vocabulary(config: TrainConfig) -> TrainConfig:
     return replace(config, model=replace(config.model, vocab_size=vocab_size))
 
 
+C4 = ("hf:allenai/c4:en:train",)
 DOLMA = ("hf:allenai/dolma:v1_7",)
 """The name of Dolma, by which runs are known; its files are downloaded, as it is loaded by a script."""
 _LAWS_MULTIPLES = {"90M": (1, 4, 16), "330M": (1, 4, 16)}

@@ -13,13 +13,11 @@ from rich.text import Text
 
 from diloco.data.prepare import PrepareProgress, ProgressCallback
 from diloco.data.shards import read_index, total
-from diloco.report.reach import reach
 from diloco.report.runs import summary_facts, with_meaning
 from diloco.report.setup import learning_rate_text
 from diloco.report.text import duration, megabytes
 from diloco.schema import converted
 from diloco.training.config.config import TrainConfig
-from diloco.training.config.forecast import Forecast
 from diloco.training.config.resolve import Budget
 from diloco.training.prepare import epoch_tokens
 from diloco.training.processes import process_name
@@ -30,6 +28,7 @@ from diloco.training.records.tail import ReplicaSteps, replica_tail
 
 if TYPE_CHECKING:
     from diloco.rendezvous.store_rendezvous import StoreRendezvous
+    from diloco.training.config.forecast import Forecast
 
 _SECONDS_BETWEEN_LINES = 10.0
 _MOST_EPOCHS = 4
@@ -227,6 +226,8 @@ def _print_samples(samples: Sequence[Sample], console: Console) -> None:
 
 
 def _print_reach(config: TrainConfig, summary: Summary, console: Console) -> None:
+    from diloco.report.reach import reach  # with the tables of the scaling laws, which no start needs
+
     far = reach(config, num_tokens=summary.num_tokens, tokens_per_second=summary.tokens_per_second)
     if far is not None:
         table = Table(*far.table.columns, box=None, header_style="bold")
@@ -274,7 +275,7 @@ def change_lines(changes: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
         yield f"      {name} is {_WARMUP_LEFT_OUT if is_left_out else now} from here on, and was {before}"
 
 
-def forecast_lines(config: TrainConfig, forecast: Forecast) -> Iterator[str]:
+def forecast_lines(config: TrainConfig, forecast: "Forecast") -> Iterator[str]:
     """Lines about a run that was not started."""
     state, logits = megabytes(forecast.state_bytes), megabytes(forecast.logits_bytes)
     least = megabytes(forecast.state_bytes + forecast.logits_bytes)
@@ -289,7 +290,7 @@ def forecast_lines(config: TrainConfig, forecast: Forecast) -> Iterator[str]:
     )
     yield f"steps  {config.num_steps:,} of {config.tokens_per_step:,} tokens: {config.num_tokens:,} tokens"
     if config.rendezvous is not None:
-        own_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
+        own_tokens = config.replica_tokens
         yield (
             f"       of all replicas that join; this one reads {own_tokens:,} tokens per step, and alone would "
             f"take {-(-config.num_tokens // own_tokens):,} steps"
@@ -317,7 +318,7 @@ def _rate_line(config: TrainConfig) -> str:
     return f"rate   {learning_rate_text(config, warmup=_WARMUP_LEFT_OUT)}"
 
 
-def _syncs_line(config: TrainConfig, forecast: Forecast) -> str:
+def _syncs_line(config: TrainConfig, forecast: "Forecast") -> str:
     schedule = forecast.schedule
     if schedule is None:
         return "syncs  gradients are reduced at every step"

@@ -15,7 +15,13 @@ from diloco.models.hugging_face_config import HuggingFaceConfig, hugging_face_mo
 from diloco.presets import Method
 from diloco.scaling.hyperparameters import hyperparameters
 from diloco.scaling.laws import Kind
-from diloco.training.config.config import AdamWConfig, CheckpointConfig, DilocoConfig, TrainConfig
+from diloco.training.config.config import (
+    AdamWConfig,
+    CheckpointConfig,
+    DilocoConfig,
+    EvaluationConfig,
+    TrainConfig,
+)
 
 
 def laptop() -> TrainConfig:
@@ -40,6 +46,7 @@ def tiny() -> TrainConfig:
         sequence_length=64,
         model=DecoderConfig(num_layers=4, num_heads=2, width=32),
         diloco=DilocoConfig(sync_every=10, layers_per_fragment=2),
+        evaluation=EvaluationConfig(num_tokens=32_768),  # about as many as it trains on
         checkpoint=CheckpointConfig(every_steps=20),
     )
 

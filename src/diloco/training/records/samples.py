@@ -8,7 +8,7 @@ from itertools import takewhile
 from diloco.data.shards import read_index
 from diloco.data.tokenizers import Tokenizer, load_tokenizer, text_pieces
 from diloco.files import write_json
-from diloco.models.language_model import LanguageModel
+from diloco.models.language_model import LanguageModel, in_evaluation
 from diloco.models.writer import Writer, generate
 from diloco.training.config.config import TrainConfig
 
@@ -44,7 +44,8 @@ def write_samples(model: LanguageModel, config: TrainConfig) -> list[Sample]:
     assert config.data.prepared is not None, "the config is resolved"
     tokenizer, until = load_tokenizer(config.data.prepared), time.monotonic() + _SECONDS
     prompts = prompts_for(read_index(config.data.prepared).settings.train)
-    samples = [_sample(model, tokenizer, config, *one, until) for one in enumerate(prompts)]
+    with in_evaluation(model):  # once, not at every token
+        samples = [_sample(model, tokenizer, config, *one, until) for one in enumerate(prompts)]
     write_json(config.directory / SAMPLES_FILE, [asdict(sample) for sample in samples])
     return samples
 
