@@ -119,6 +119,8 @@ def test_what_is_assumed_is_named(capsys):
     text = printed(capsys, *size, "--flops-per-second", "30T", "--link", "20Mbit")
     seconds = 6 * 124e6 * 2**16 / 30e12
     assert f"{seconds:.4g} s on each of 2 replicas (6·N·B/M operations at 30T a second)" in text
+    assert "H: inner steps between two syncs of a fragment; τ: " in text
+    assert "RECIPE: 90m and 180m are the recipes next to 124M parameters; any recipe " in text
 
 
 def test_the_methods_stand_beside_each_other(capsys):

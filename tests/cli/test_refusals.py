@@ -232,7 +232,11 @@ train tiny --precision fp16           => not 'fp16': did you mean bf16?
 train tiny --compile=True             => --compile takes no value: leave 'True' out, or type --no-compile
 train tiny --device cuda:0            => not 'cuda:0': did you mean cuda?
 train tiny --method data-parallel     => did you mean data_parallel?
-train tiny --method fedavg            => did you mean diloco?
+train tiny --method local_sgd         => type --method diloco --diloco.outer-learning-rate 1 --diloco.outer-m
+train tiny --method FedAvg            => type --method diloco --diloco.outer-learning-rate 1 --diloco.outer-m
+train tiny --method ddp               => did you mean data_parallel?
+train tiny --method fsdp              => type --shards-per-replica 2 to shard each replica
+simulate bandwidth SIZE --method fedavg => 'streaming_overlapped_fp4', not 'fedavg' (
 train tiny --diloco.wire fp4          => 'fp4' is not a codec: did you mean e3m0?
 train tiny --wandb                    => type --trackers wandb
 train tiny --optimizer adamw          => the inner optimizer is AdamW, set by --optimizer.learning-rate and
@@ -248,7 +252,8 @@ train tiny --data.train wikitext      => or hf:wikitext for that data set of the
 eval runs/a piqa                      => 'piqa' is not expected here: type --tasks piqa
 eval --model runs/a                   => RUN stands without a flag: diloco eval runs/a
 export runs/a --format hf             => unknown flag --format: did you mean --to?
-export runs/a --to gguf               => not 'gguf': did you mean hf?
+export runs/a --to gguf               => type --to hf, from which llama.cpp's convert_hf_to_gguf.py makes GGUF
+export runs/a --to onnx               => not 'onnx': did you mean hf?
 store ls                              => diloco store has no 'ls': did you mean status?
 keys generate                         => diloco keys has no 'generate': did you mean new?
 data tokenize                         => did you mean prepare?
@@ -279,6 +284,9 @@ store verify RUN --initial nowhere                 => --initial=nowhere can't be
 eval RUN                                           => the run is a program's own, and does not describe its model
 eval RUN --parameters average                      => the run is a program's own
 export RUN --to hf --output x                      => the run is a program's own
+chat RUN                                           => the run is a program's own
+chat RUN --serve                                   => the run is a program's own
+generate RUN                                       => the run is a program's own
 """
 
 
@@ -331,7 +339,8 @@ def test_what_stands_in_the_place_of_foreign_words_exists():
     commands = (train.Command, chat._chat, plan._plan_described, generate._generate, export._export)
     fields = {name for command in commands for name in fields_of(command)}
     assert {*_foreign.NAMES} | {*_foreign.VALUES} <= fields
-    for text in (*_foreign.SENTENCES.values(), *_foreign.COMMANDS.values()):
+    values = (text for table in _foreign.VALUES.values() for text in table.values())
+    for text in (*_foreign.SENTENCES.values(), *_foreign.COMMANDS.values(), *values):
         names = {field_of(name) for name in re.findall(r"--[a-z][a-z.-]*", text)}
         assert names <= fields | {"help", "version", "serve", "to", "train", "output"}, text
         assert {*re.findall(r"diloco ([a-z]+)", text)} <= {*verbs()}, text

@@ -78,6 +78,11 @@ def test_a_dry_run_prints_what_the_run_would_be_and_starts_nothing(small_corpus,
     main(["train", "tiny", "--config", "run.toml", "--num-tokens", "2x", "--diloco.sync-every", "12", "--dry-run"])
     printed = capsys.readouterr().out
     assert "2 tokens a parameter are rounded to" in printed and "first sent after step 12, 16, 20" in printed
+    # A size of the paper is described before there is text for it.
+    main(["train", "35m", "--num-tokens", "2x", "--dry-run"])
+    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["text"].startswith("none is named: 35m needs --data.train and a --data.tokenizer")
+    assert lines["model"].endswith(" parameters, 2 replicas") and {"memory", "steps", "bytes", "link"} <= {*lines}
     assert not (tmp_path / "runs").exists()
 
 
@@ -165,8 +170,8 @@ def interrupted(folder: Path, after: str) -> tuple[int, str]:
         ("import", "diloco: interrupted\n"),
         (
             "start",
-            r"diloco: (interrupted|stopped by SIGINT(: there is no step to save yet)?); nothing is saved, and "
-            r"runs/start is not there: start again with the same command\n",
+            r"diloco: (interrupted|stopped by SIGINT(: there is no step to save yet)?); "
+            r"nothing is saved yet: start again with the same command\n",
         ),
         ("step", "diloco: stopped by SIGINT: every replica has saved step "),
     ],

@@ -7,6 +7,7 @@ import shutil
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -284,6 +285,25 @@ def test_a_browser_that_goes_away_is_no_news(runs, serve, monkeypatch, capsys):
     for thread in answering:
         thread.join(10)
     assert capsys.readouterr().err == ""
+
+
+def test_connections_beyond_a_bound_are_closed_until_others_end(runs, serve, monkeypatch):
+    monkeypatch.setattr(live, "_MOST_CONNECTIONS", 2)
+    server = serve(runs)
+    held = [socket.create_connection(("127.0.0.1", port_of(server))) for _ in range(2)]
+    for connection in held:
+        connection.sendall(b"GET / HTTP/1.0\r\n")  # which does not end
+    with pytest.raises((http.client.RemoteDisconnected, ConnectionResetError)):
+        answer(server, "/")
+    for connection in held:
+        connection.close()
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            assert answer(server, "/")[0].status == 200
+            break
+        except (http.client.RemoteDisconnected, ConnectionResetError):
+            assert time.monotonic() < deadline
 
 
 def test_a_port_that_is_taken_is_refused(runs, serve):

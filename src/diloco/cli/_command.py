@@ -131,7 +131,8 @@ def _misfit(kind: Callable[..., Any], arguments: Sequence[str]) -> str | None:
         for value in values if argument.takes_many else values[:1]:
             if not argument.fits(value):
                 meant = _foreign.value(argument.name, value, argument.choices)
-                return f"{word} takes {argument.expected}, not {value!r}{meant}"
+                hint = meant if _has_flags(meant, own) else ""
+                return f"{word} takes {argument.expected}, not {value!r}{hint}"
     return None
 
 

@@ -104,15 +104,23 @@ VALUES = {
         **dict.fromkeys(("32", "float32", "full"), "fp32"),
     },
     "method": {
-        **dict.fromkeys(("allreduce", "ddp", "dp", "fsdp"), "data_parallel"),
-        **dict.fromkeys(("fedavg", "local_sgd", "localsgd"), "diloco"),
+        **dict.fromkeys(("allreduce", "baseline", "ddp", "dp"), "data_parallel"),
+        **dict.fromkeys(
+            ("federated_averaging", "fedavg", "local_sgd", "localsgd", "post_local_sgd"),
+            "type --method diloco --diloco.outer-learning-rate 1 --diloco.outer-momentum 0",
+        ),
+        **dict.fromkeys(("fsdp", "zero"), "type --shards-per-replica 2 to shard each replica of any method"),
+        "opendiloco": "diloco",
         **dict.fromkeys(("streaming_diloco", "streamingdiloco"), "streaming_overlapped_fp4"),
     },
     "diloco.fragments": {"none": "whole", "all": "whole", "layers": "strided"},
-    "to": {"gguf": "hf", "onnx": "hf", "huggingface": "hf", "transformers": "hf"},
+    "to": {
+        "gguf": "type --to hf, from which llama.cpp's convert_hf_to_gguf.py makes GGUF, if it knows the class",
+        **dict.fromkeys(("huggingface", "onnx", "transformers"), "hf"),
+    },
     "trackers": {"tb": "tensorboard", "none": ""},
 }
-"""The values of other programs for a setting of ours."""
+"""The values of other programs for a setting of ours, or a sentence with what to do."""
 COMMANDS = {
     "continue resume": "diloco train --resume {RUN}",
     "fine-tune finetune fit go launch pretrain run sft start": "diloco train {RECIPE}",
@@ -178,14 +186,16 @@ def sentence(name: str, numbers: Mapping[str, str]) -> str | None:
 
 
 def value(field: str, word: str, choices: Collection[str]) -> str:
-    """A question after a value that a setting does not take: the choice that it was meant for, or nothing.
+    """The words after a value that a setting does not take: the choice that it was meant for, if one is known.
 
     >>> value("device", "cuda:1", ["auto", "cpu", "cuda"]), value("method", "data-parallel", ["data_parallel"])
     (': did you mean cuda?', ': did you mean data_parallel?')
     """
     plain = word.lower().partition(":")[0].replace("-", "_")
     table = VALUES.get(field, {})
-    meant = table.get(word.lower()) or table.get(plain)
+    meant = table.get(word.lower()) or table.get(plain) or ""
+    if "--" in meant:
+        return f": {meant}"
     return f": did you mean {meant}?" if meant in choices else nearest(plain, choices)
 
 

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,7 +97,9 @@ def _unknown_recipe(arguments: Sequence[str], prog: str) -> UserError:
         text = f"{prog} laptop {shlex.join(words)}"
     if text:
         return UserError(f"{prog} begins with a recipe, not {word!r}: type {text}")
-    near = _nearest_sizes(word)
+    near: list[str] = []
+    with suppress(ValueError):
+        near = nearest_sizes(count(word))
     if not word.startswith("-") and (near or word.casefold() not in RECIPES):
         typo = nearest(word, RECIPES)
         sizes = f"; the sizes about it are {' and '.join(near)}" if near else ""
@@ -107,12 +110,8 @@ def _unknown_recipe(arguments: Sequence[str], prog: str) -> UserError:
     return unknown_choice(arguments, RECIPES, prog=prog)
 
 
-def _nearest_sizes(word: str) -> list[str]:
-    """The recipes of the sizes about a number of parameters such as 124M."""
-    try:
-        size = count(word)
-    except ValueError:
-        return []
+def nearest_sizes(size: float) -> list[str]:
+    """The recipes of the sizes about a number of parameters; none for less than a million."""
     below = [name for name in PAPER_RECIPES if count(name) <= size]
     return [*below[-1:], *[name for name in PAPER_RECIPES if name not in below][:1]] if size > 1e6 else []
 

@@ -114,8 +114,17 @@ def _plan_described(
     task = Task(size=size, replicas=replicas, num_steps=num_steps, target=target)
     facts = [*facts, *_machines(replicas, how, "as given")]
     _answer(task, facts, command="diloco train RECIPE", json=json)
-    if store and not json and (plans := feasible(task)):
-        show([store_sentence(plans[0])])
+    if not json and (plans := feasible(task)):
+        show([_recipes_sentence(size.num_params), *([store_sentence(plans[0])] if store else [])])
+
+
+def _recipes_sentence(num_params: float) -> str:
+    """The recipes that RECIPE may stand for in the command."""
+    from diloco.cli._recipe import nearest_sizes
+
+    sizes = nearest_sizes(num_params)
+    own = f"{' and '.join(sizes)} are the recipes next to {amount(num_params)} parameters; " if sizes else ""
+    return f"RECIPE: {own}any recipe trains a model of transformers with --model.hf NAME."
 
 
 def _speeds(step_seconds: tuple[float, ...], flops_per_second: tuple[float, ...]) -> tuple[float, ...]:

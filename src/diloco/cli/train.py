@@ -160,7 +160,7 @@ def _start(command: Command, budget: Budget | None) -> None:
     with without_collections():
         from diloco.report.terminal.screen import Screen
         from diloco.report.terminal.training import change_lines, forecast_lines, preparation_progress, start_lines
-        from diloco.training.prepare import prepare_run
+        from diloco.training.prepare import config_without_text, prepare_run
         from diloco.training.records.runs import (
             CONFIG_FILE,
             check_not_running,
@@ -172,6 +172,12 @@ def _start(command: Command, budget: Budget | None) -> None:
 
     if command.resume is None and command.config.name and not under_a_launcher():
         check_not_running(command.config.directory)  # now, since preparing a text may take hours
+    if command.dry_run and command.resume is None and (bare := config_without_text(command.config, budget)):
+        from diloco.training.config.forecast import forecast
+
+        needs = f"text   none is named: {bare.recipe} needs --data.train and a --data.tokenizer of its vocabulary"
+        print("\n".join([needs, *law_lines(bare), *forecast_lines(bare, forecast(bare))]))
+        return
     own = None if command.resume is not None else own_run(command.config)
     resume = command.resume or own
     with nullcontext() if command.dry_run else prepared():
@@ -202,7 +208,7 @@ def _start(command: Command, budget: Budget | None) -> None:
 def _hint(config: TrainConfig, file: Path) -> str:
     """The way to go on with a run that has ended too early, or before its config file was there."""
     if not file.exists():
-        return f"nothing is saved, and {config.directory} is not there: start again with the same command"
+        return "nothing is saved yet: start again with the same command"
     from diloco.training.processes import under_a_launcher
     from diloco.training.records.checkpoints import finished_steps
 

@@ -78,8 +78,8 @@ class Writer:
         if self._temperature == 0:
             return int(logits_V.argmax())
         top = logits_V.topk(min(self._top_k, len(logits_V)))
-        # The difference is at most 0, so that no quotient overflows, however low the temperature.
-        scaled = (top.values - top.values[0]) / self._temperature
+        # The difference is at most 0: a quotient is 0 or -inf at worst, if FP32 does not round the divisor to 0.
+        scaled = (top.values - top.values[0]) / max(self._temperature, torch.finfo(torch.float32).tiny)
         choice = torch.multinomial(scaled.softmax(dim=-1), 1, generator=self._generator)
         return int(top.indices[choice])
 

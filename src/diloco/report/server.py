@@ -116,8 +116,27 @@ def _outer_address(family: socket.AddressFamily) -> str:
             return socket.gethostname()
 
 
+_MOST_CONNECTIONS = 64
+"""Connections at once, each of which has a thread; a browser opens six."""
+
+
 class _Server(ThreadingHTTPServer):
-    """A server that says nothing where a browser has gone away, which it may at any time."""
+    """A server of a bounded number of connections; it says nothing where a browser has gone away."""
+
+    def __init__(self, *args: Any) -> None:
+        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        super().__init__(*args)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """False if there are too many connections: this one is closed then."""
+        return self._free.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of the connection's own."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Print the traceback of a bug."""

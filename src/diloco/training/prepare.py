@@ -18,8 +18,8 @@ from diloco.schedule import Schedule
 from diloco.schema import checked_name
 from diloco.training.config.config import TrainConfig, differences
 from diloco.training.config.engine_settings import check_sends, checked_settings
-from diloco.training.config.recipes import recipe_of
-from diloco.training.config.resolve import Budget, check_model, resolved, with_budget, with_method_values
+from diloco.training.config.recipes import PAPER_RECIPES, recipe_of
+from diloco.training.config.resolve import Budget, check_model, resolve, resolved, with_budget, with_method_values
 from diloco.training.processes import under_a_launcher
 from diloco.training.records.runs import check_text, check_unclaimed, resume_config
 from diloco.training.records.summary import open_held_out
@@ -77,6 +77,26 @@ def prepare_run(
     epoch_tokens(directory, config.sequence_length)
     open_held_out(config)  # too little text is refused now, not after the last step
     return asked if own is None else resume_config(own, asked)
+
+
+def config_without_text(asked: TrainConfig, budget: Budget | None) -> TrainConfig | None:
+    """The resolved config of a paper's recipe, for a forecast before there is text.
+
+    None if the run has a text, or if only the text tells its length.
+
+    Raises:
+        UserError: as `prepare_run`.
+    """
+    if (
+        asked.recipe not in PAPER_RECIPES
+        or asked.data != recipe_of(asked).data
+        or (budget is not None and budget.unit == "epochs")
+    ):
+        return None
+    refuse_what_means_nothing(asked)
+    _check_device(asked)
+    asked = asked if budget is None else with_budget(asked, budget, epoch_tokens=1)
+    return resolve(asked, vocab_size=asked.model.vocab_size, prepared=Path())
 
 
 def _checked_before_the_text(asked: TrainConfig, budget: Budget | None) -> Schedule | None:

@@ -128,7 +128,7 @@ _LossSum = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """The training losses that contributions tell, added up over equal parts of the run; these are few."""
+    """The training losses that contributions tell, added up over at most `_MOST_PARTS` equal parts of the run."""
 
     every: Positive = 1
     """Outer steps of a part; the last part may have fewer."""
@@ -154,7 +154,10 @@ class Losses:
         return tuple((end, total / count) for end, (total, count) in zip(ends, self.parts, strict=True) if count)
 
     def last(self, num_outer: int) -> float | None:
-        """The mean over the parts of the last 5 % of the outer steps, at least over one with a loss."""
+        """The mean over the parts that hold the last 5 % of the outer steps.
+
+        If none of them tells a loss, it is that of the newest part that does; None if no part does.
+        """
         first = (num_outer - max(1, num_outer // LOSS_TAIL)) // self.every
         with_loss = [number for number, (_, count) in enumerate(self.parts) if count]
         last = self.parts[max(0, min([first, *with_loss[-1:]])) :]

@@ -289,7 +289,8 @@ def _settings(task: Task, plans: Sequence[Plan]) -> Iterator[Table | str]:
     yield table
     yield (
         f"All reach a compute utilization of {task.target:g}; hours and bytes are of {task.num_steps:,} steps. "
-        "Device memory holds parameters, Adam's moments, outer parameters and momentum, in FP32. The first "
+        "H: inner steps between two syncs of a fragment; τ: steps in which its exchange is hidden. Device memory "
+        "holds parameters, Adam's moments, outer parameters and momentum, in FP32. The first "
         "setting is the least risk to the model's quality:"
     )
 
