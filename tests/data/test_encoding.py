@@ -3,10 +3,12 @@
 import gzip
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,21 @@ def test_a_process_that_is_killed_is_said(config, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"was killed \(out of memory\?\): take fewer by data\.workers") as error:
         prepare(replace(config, workers=2), tmp_path / "out")
     assert error.value.fields == ("data.workers",)
+
+
+def test_a_message_that_is_cut_short_ends_either_side_as_a_closed_pipe_does(config, tmp_path, monkeypatch):
+    ours, theirs = Pipe()
+    with ours, theirs, socket.socket(fileno=os.dup(theirs.fileno())) as end:
+        end.send(b"\0\0\0\x64the first of 100 bytes")
+        end.shutdown(socket.SHUT_WR)
+        monkeypatch.setattr(encoding.Encoders, "_connection", lambda _: ours)
+        with pytest.raises(UserError, match="was killed"):
+            prepare(replace(config, workers=1), tmp_path / "out")
+    ours, theirs = Pipe()
+    with theirs:
+        os.write(ours.fileno(), b"\0\0\0\x64the first of 100 bytes")
+        ours.close()
+        encoding.serve(os.dup(theirs.fileno()))
 
 
 @pytest.mark.parametrize("workers", [1, 2])

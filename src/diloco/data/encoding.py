@@ -194,7 +194,7 @@ class Encoders:
             connection = self._connection()
             connection.send(task)
             answer = connection.recv()
-        except (EOFError, ConnectionError) as error:
+        except (EOFError, OSError) as error:  # OSError also inside a message
             raise UserError(
                 "a process that tokenizes text was killed (out of memory?): take fewer by data.workers, or shorter"
                 " documents",
@@ -237,7 +237,7 @@ def _until_refused(tasks: Iterable[Task]) -> Iterator[Task | UserError]:
 
 def serve(descriptor: int) -> None:
     """Be a process of `Encoders`, until that has ended, however it has."""
-    with Connection(descriptor) as connection, suppress(EOFError, ConnectionError):
+    with Connection(descriptor) as connection, suppress(EOFError, OSError):
         config, by_position, spec = connection.recv()
         encoder = Encoder(config, by_position, load_tokenizer(spec))
         while True:
