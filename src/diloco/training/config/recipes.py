@@ -70,7 +70,9 @@ def scaling_laws(
     tuned = hyperparameters(method, num_params, num_replicas, fit=fit)
     global_batch = tuned.sequences(num_replicas, SEQUENCE_LENGTH)
     tokens_per_step = global_batch * SEQUENCE_LENGTH
-    outer = {} if tuned.outer_learning_rate is None else {"outer_learning_rate": tuned.outer_learning_rate}
+    diloco = DilocoConfig(sync_every=30)
+    if tuned.outer_learning_rate is not None:
+        diloco = replace(diloco, outer_learning_rate=tuned.outer_learning_rate)
     return TrainConfig(
         method=method,
         num_replicas=num_replicas,
@@ -79,7 +81,7 @@ def scaling_laws(
         sequence_length=SEQUENCE_LENGTH,
         model=model,
         optimizer=AdamWConfig(learning_rate=tuned.learning_rate),
-        diloco=DilocoConfig(sync_every=30, **outer),
+        diloco=diloco,
         checkpoint=CheckpointConfig(every_steps=500),
     )
 
