@@ -189,7 +189,7 @@ def judge(laws: Laws) -> dict[str, Any]:
 
 
 EXTRAPOLATED_PARAMS = PUBLISHED_PARAMS["4B"], PUBLISHED_PARAMS["10B"]
-EXTRAPOLATED: dict[tuple[str, int], tuple[float, float]] = {
+EXTRAPOLATED: dict[tuple[Kind, int], tuple[float, float]] = {
     (row["fit"], row["replicas"]): (row["4B"], row["10B"]) for row in rows("scaling_extrapolation")
 }
 """Losses at those sizes with predicted hyperparameters (Tables 5 and 12), by whose prediction and M."""
