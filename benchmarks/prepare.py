@@ -22,7 +22,7 @@ from typing import Any
 from diloco.data.config import DataConfig
 from diloco.data.prepare import prepare
 from diloco.data.shards import read_index, total
-from diloco.data.tokenizers import load_tokenizer, train_bpe
+from diloco.data.tokenizers import HuggingFaceTokenizer, train_bpe
 from diloco.files import num_cores
 
 BATCH_BYTES = 2**20
@@ -111,7 +111,7 @@ def train(results: Any, _: Any, text: Path, vocabulary: int, path: Path) -> None
 
 def tokenize(results: Any, barrier: Any, tokenizer: Path, text: Path, megabytes: float) -> None:
     """MB/s of the library alone."""
-    backend, batch, batch_bytes, num_bytes = load_tokenizer(tokenizer)._backend, list[str](), 0, 0
+    backend, batch, batch_bytes, num_bytes = HuggingFaceTokenizer(tokenizer).backend(), list[str](), 0, 0
     texts = [*repeated(texts_of(text), megabytes)]
     barrier.wait(60)
     start = time.perf_counter()
