@@ -1,6 +1,6 @@
 """One replica of `links.py`, in a namespace of its own: it reads questions, a JSON line each, and answers them.
 
-    {"measure": "link"}                               bandwidth and latency of the link
+    {"measure": "link", "seconds": 2}                 bandwidth and latency of the link
     {"method": "streaming", "num_steps": 90, …}       train so many steps from the same initial parameters
 
 Each answer is a JSON line on standard output.
@@ -51,7 +51,7 @@ def main() -> None:
 def answer(question: Question, config: TrainConfig, world: World) -> Answer:
     match question.get("measure"):
         case "link":
-            gbit_s, latency_seconds = measure_link(world.exchange)
+            gbit_s, latency_seconds = measure_link(world.exchange, seconds=question["seconds"])
             return {"link_gbit_s": gbit_s, "latency_seconds": latency_seconds}
         case "payload":
             return exchange_payload(world, question["num_bytes"], question["round"])

@@ -27,8 +27,8 @@ ROOMS = [
         "wire",
         "outer",
     ),
-    *("exchange", "rendezvous", "engine", "integrations", "models", "data", "evaluation", "training"),
-    *("published", "simulator", "scaling", "experiments", "report", "cli", "extend"),
+    *("exchange", "rendezvous", "engine", "integrations", "models", "data", "evaluation"),
+    *("published", "simulator", "scaling", "training", "experiments", "report", "cli", "extend"),
 ]
 """A room imports only from rooms that stand before it."""
 ENTRANCES = ("__init__.py", "__main__.py")

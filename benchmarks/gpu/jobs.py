@@ -1,16 +1,14 @@
 """Whole jobs: the trainer's runs, also killed and resumed, in a store and evaluated; loops of other frameworks."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
 
-from gpu.place import Measurements, OutOfTimeError, Place, Row, killed
+from gpu.place import Job, Measurements, OutOfTimeError, Place, Row, killed, started
 
 SNIPPETS = Path(__file__).parents[2] / "docs" / "snippets"
 _CPU_ONLY = re.compile(r"use_cpu=True,|cpu=True, |accelerator=\"cpu\",")
@@ -93,26 +91,19 @@ def _recipe(place: Place, name: str, *meet: str) -> list[str]:
     return ["tiny", *data, *run, *(meet or ("--num-replicas", "2"))]
 
 
-def _diloco(place: Place, *arguments: str) -> "subprocess.Popen[bytes]":
+def _diloco(place: Place, *arguments: str) -> Job:
     return _started(place, ["-m", "diloco", *arguments])
 
 
-def _started(place: Place, arguments: list[str], **environment: str) -> "subprocess.Popen[bytes]":
-    """A process in a session of its own, with its output in a file."""
-    with (place.folder / "new.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=place.folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-            start_new_session=True,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    (place.folder / "new.log").rename(place.folder / f"{process.pid}.log")
+def _started(place: Place, arguments: list[str], **environment: str) -> Job:
+    """A process with its output in a file of its number."""
+    log = place.folder / "new.log"
+    process = started(arguments, place, log, **environment)
+    log.rename(place.folder / f"{process.pid}.log")
     return process
 
 
-def _ended(place: Place, *processes: "subprocess.Popen[bytes]") -> Row:
+def _ended(place: Place, *processes: Job) -> Row:
     """`ok`, True if all ended well, and the end of the output of those that did not."""
     end = time.monotonic() + _SECONDS
     try:
@@ -128,5 +119,5 @@ def _ended(place: Place, *processes: "subprocess.Popen[bytes]") -> Row:
     return {"ok": not failed} | ({"output": [_log(place, process)[-600:] for process in failed]} if failed else {})
 
 
-def _log(place: Place, process: "subprocess.Popen[bytes]") -> str:
+def _log(place: Place, process: Job) -> str:
     return (place.folder / f"{process.pid}.log").read_text()

@@ -1,14 +1,18 @@
 """The place where a measurement runs: a GPU, or, dry, the CPU at a size of seconds."""
 
 import os
+import runpy
 import signal
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +110,67 @@ def engine_of(
     return diloco.StreamingDiLoCo(model, fragments=fragments, schedule=schedule, exchange=exchange, **arguments)
 
 
-def killed(process: "subprocess.Popen[bytes]") -> bool:
+class Forked:
+    """A process that has made this one's imports, in a session of its own, as `subprocess.Popen` has it.
+
+    Args:
+        words: `-m` and a module, or a script, and their arguments.
+        place: its folder is the process's.
+        log: an open file for its output.
+        environment: variables beside those of this process.
+    """
+
+    def __init__(self, words: Sequence[str], place: Place, log: IO[bytes], environment: Mapping[str, str]) -> None:
+        self._process = get_context("fork").Process(target=_be_program, args=(words, place, log, environment))
+        self._process.start()
+        self.pid = self._process.pid or 0
+
+    def poll(self) -> int | None:
+        """The exit status; None while it runs."""
+        return self._process.exitcode
+
+    returncode = property(poll)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for the end."""
+        self._process.join(timeout)
+        if timeout is not None and self.poll() is None:
+            raise subprocess.TimeoutExpired("a fork", timeout)
+        return self.poll()
+
+
+def _be_program(words: Sequence[str], place: Place, log: IO[bytes], environment: Mapping[str, str]) -> None:
+    os.setsid()
+    os.chdir(place.folder)
+    os.environ.update(environment)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(log.fileno(), stream.fileno())
+    is_module = words[0] == "-m"
+    sys.argv = [*words[is_module:]]
+    run = partial(runpy.run_module, alter_sys=True) if is_module else runpy.run_path
+    run(sys.argv[0], run_name="__main__")
+
+
+Job: TypeAlias = subprocess.Popen[bytes] | Forked
+
+
+def started(words: Sequence[str], place: Place, log: Path, **environment: str) -> Job:
+    """A Python process in a session of its own, with its output at the end of a file; dry, it is forked."""
+    environment = {"OMP_NUM_THREADS": "1"} | environment
+    with log.open("ab") as file:
+        if place.dry:
+            return Forked(words, place, file, environment)
+        return subprocess.Popen(
+            [sys.executable, *words],
+            cwd=place.folder,
+            env=os.environ | environment,
+            start_new_session=True,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def killed(process: Job) -> bool:
     """End a process and what it has started, in a session of its own; True if it was alive."""
     if process.poll() is not None:
         return False

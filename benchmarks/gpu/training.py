@@ -1,15 +1,13 @@
 """4.8M parameters at 20 tokens each: Data-Parallel, and Streaming with two replicas, in runs beside each other."""
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
 
-from gpu.place import Measurements, OutOfTimeError, Place, Row, killed
+from gpu.place import Job, Measurements, OutOfTimeError, Place, Row, killed, started
 
 _MOST_WORSE = 0.01  # goal: how far Streaming's best held-out loss may lie above Data-Parallel's best
 _SECONDS_TO_END = 20.0
@@ -64,15 +62,9 @@ def _train(place: Place, runs: list[tuple[str, str]]) -> Row:
     return {"error": {name: log.read_text()[-500:] for name, log in logs.items()}} if logs else {"ok": True}
 
 
-def _started(place: Place, method: str, rate: str) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "diloco", "train", *_flags(place, method, rate)],
-        cwd=place.folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-        stdout=(place.folder / f"{_name(method, rate)}.log").open("a"),
-        stderr=subprocess.STDOUT,
-    )
+def _started(place: Place, method: str, rate: str) -> Job:
+    words = ["-m", "diloco", "train", *_flags(place, method, rate)]
+    return started(words, place, place.folder / f"{_name(method, rate)}.log")
 
 
 def _flags(place: Place, method: str, rate: str) -> list[str]:

@@ -1,6 +1,8 @@
 """The host's waits for the GPU in a step, and the gaps in which the GPU has nothing to do."""
 
 import re
+import statistics
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import torch
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolve
+from diloco.training.records.metrics import MetricsLog
 from diloco.training.state import initial_state
 from diloco.training.step import begin_step, end_step
 from diloco.training.world import alone
@@ -31,6 +34,7 @@ def measurements(place: Place) -> Measurements:
         "a step of the trainer": partial(_trainer, place),
         "gaps": partial(_gaps, place, compiled=False),
         "gaps, compiled": partial(_gaps, place, compiled=True),
+        "Data-Parallel of one process beside a plain loop": partial(_beside_a_plain_loop, place),
     }
 
 
@@ -71,8 +75,8 @@ def _engine(place: Place, **settings: Any) -> Row:
     return {"waits": {kind: dict(waits) for kind, waits in kinds.items()}, "ok": not any(kinds.values())}
 
 
-def _config(place: Place, *, compiled: bool) -> TrainConfig:
-    asked = recipe(place.size("35m", "tiny"))
+def _config(place: Place, *, compiled: bool, **changes: Any) -> TrainConfig:
+    asked = replace(recipe(place.size("35m", "tiny")), **changes)
     diloco = replace(asked.diloco, sync_every=_SYNC_EVERY)
     batch = place.size(16, 4)
     steps = 6 * _SYNC_EVERY
@@ -90,27 +94,33 @@ def _config(place: Place, *, compiled: bool) -> TrainConfig:
     )
 
 
-def _steps(place: Place, *, compiled: bool = False) -> Iterator[Callable[[], None]]:
-    """Steps of the trainer's loop: each is begun before the one before it ends."""
-    config = _config(place, compiled=compiled)
+def _steps(config: TrainConfig, place: Place) -> Iterator[Callable[[], None]]:
+    """Steps of the trainer's loop, metrics included: each is begun before the one before it ends."""
     world = alone(config.precision, place.device)
     state = initial_state(config, world)
-    shape = config.process_batch, config.sequence_length + 1
-    batch = np.random.default_rng(0).integers(0, config.model.vocab_size, shape)
+    log = MetricsLog(place.folder, 0, after_step=0)
+    batch = _batch(config)
     begun = [begin_step(state, batch, world, rate=config.optimizer.learning_rate)]
 
     def step() -> None:
         begun.append(begin_step(state, batch, world, rate=config.optimizer.learning_rate))
-        end_step(begun.pop(0), state, world, since=0.0)
+        log.write(end_step(begun.pop(0), state, world, since=0.0))
 
     while not state.is_over:
         yield step
+    log.close()
+
+
+def _batch(config: TrainConfig) -> np.ndarray:
+    """Random windows of a step of one process, int64 (B, T+1)."""
+    shape = config.process_batch, config.sequence_length + 1
+    return np.random.default_rng(0).integers(0, config.model.vocab_size, shape)
 
 
 def _trainer(place: Place) -> Row:
     """Waits in a step of the loop, which waits for events alone: torch does not report these."""
     totals: list[Counter[str]] = []
-    for index, step in enumerate(_steps(place)):
+    for index, step in enumerate(_steps(_config(place, compiled=False), place)):
         with _waits(place) as waits:
             step()
         if index >= 2 * _SYNC_EVERY:
@@ -126,7 +136,7 @@ def _gaps(place: Place, *, compiled: bool) -> Row:
     """
     num_steps = place.size(2, 1) * _SYNC_EVERY
     activity = torch.profiler.ProfilerActivity.CPU if place.dry else torch.profiler.ProfilerActivity.CUDA
-    steps = _steps(place, compiled=compiled)
+    steps = _steps(_config(place, compiled=compiled), place)
     for _ in range(2 * _SYNC_EVERY):
         next(steps)()
     place.wait()
@@ -156,3 +166,40 @@ def _gaps(place: Place, *, compiled: bool) -> Row:
         "between": [name[:80] for name in longest[1:]],
         "kernels_ms": {name: round(ms, 3) for name, ms in by_kernel.most_common(12)},
     }
+
+
+def _beside_a_plain_loop(place: Place) -> Row:
+    """Milliseconds a step of the trainer's loop and of one as in a tutorial, in turns; the goal is 3 % at most."""
+    config = _config(place, compiled=True, method="data_parallel")
+    steps = _steps(config, place)
+    loops = {"trainer_ms": lambda: next(steps)(), "plain_ms": _plain_step(config, place)}
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    for _ in range(4):
+        for name, step in loops.items():
+            step()  # the first compiles
+            place.wait()
+            start = time.perf_counter()
+            for _ in range(_SYNC_EVERY):
+                step()
+            place.wait()
+            times[name].append(1e3 * (time.perf_counter() - start) / _SYNC_EVERY)
+    ours, plain = (statistics.median(each[1:]) for each in times.values())
+    return {"trainer_ms": round(ours, 3), "plain_ms": round(plain, 3), "ok": place.goal(ours <= 1.03 * plain)}
+
+
+def _plain_step(config: TrainConfig, place: Place) -> Callable[[], None]:
+    """A step of the same model and batch: compiled, in autocast, with clipping and torch's fused AdamW."""
+    model = config.model.initial(seed=0).to(place.device)
+    forward = torch.compile(model) if config.compile else model
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    window_BxT1 = torch.from_numpy(_batch(config)).to(place.device)
+
+    def step() -> None:
+        with torch.autocast(place.device.type, torch.bfloat16):
+            logits = forward(window_BxT1[:, :-1])
+        model.loss(logits, window_BxT1[:, 1:], config.optimizer.z_loss)[1].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

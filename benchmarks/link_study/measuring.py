@@ -96,7 +96,7 @@ class Measuring:
         """A row for each method at one bandwidth, and steps without exchange before and after it, (S, M)."""
         mbit_s = missing[0]["mbit_s"]
         self.laboratory.set_links(gbit_s=mbit_s / 1000, latency_seconds=self.latency_seconds, loss=self.loss)
-        link = means(ask(self.replicas, {"measure": "link"}))
+        link = means(ask(self.replicas, {"measure": "link", "seconds": min(2.0, self.seconds)}))
         before = None
         for row in missing:
             name, _, option = row["method"].partition(":")

@@ -1,4 +1,4 @@
-"""Files that are whole or absent when the process is killed, their digests; optional libraries; the memory."""
+"""Files that are whole or absent when the process is killed, their digests; optional libraries; memory, cores."""
 
 import errno
 import hashlib
@@ -235,6 +235,11 @@ def sha256(*contents: "Path | Buffer") -> str:
 def memory_bytes() -> int:
     """The memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def num_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def expanded(path: str | Path) -> Path:

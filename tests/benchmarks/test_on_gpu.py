@@ -10,7 +10,7 @@ from .scripts import end_of, run
 pytestmark = pytest.mark.slow
 PIECES = {
     "bits": 28,
-    "waits": 5,
+    "waits": 6,
     "wire": 17,
     "loss": 5,
     "sync": 5,

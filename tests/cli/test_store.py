@@ -28,6 +28,8 @@ def test_the_status_is_printed_as_a_table_or_as_json(run, capsys, monkeypatch) -
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     facts = {" ".join(line[:2]): " ".join(line[2:]) for line in lines}
     assert facts["replicas active"] == "3 of 3" and facts["tokens counted"] == "1,140"
+    assert facts["training loss"] == "1.7500, mean of the last 5 % of outer steps"
+    assert facts["loss so"] == "far 4.75 ██▆▆▃▃▁▁ 1.75"
     assert facts["outer steps"] == "8" and facts["rounds by"] == "fragment 4 4"
     assert "$ on S3" in facts["cost so"] and "$ on R2" in facts["cost of"]
     assert [line[:3] for line in lines if "of 8" in " ".join(line)] == [

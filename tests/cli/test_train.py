@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,8 @@ from tests.cli.commands import refusal
 from tests.data.test_shards import INDEX
 from tests.training.runs import command
 
-from diloco.cli import train
+from diloco.cli import _recipe, train
+from diloco.cli._command import changes
 from diloco.cli.main import main
 from diloco.cli.train import meeting_line, resume_command
 from diloco.data.shards import INDEX_FILE, write_record
@@ -44,6 +46,25 @@ def test_a_rendezvous_by_flag_starts_one_replica_of_a_file(tmp_path):
         arguments = ["tiny", "--config", str(tmp_path / "run.toml"), "--rendezvous", "store", *flags]
         config = train._parsed(arguments)[0].config
         assert (config.num_replicas, config.rendezvous, config.seed) == (num_replicas, "store", 3)
+
+
+def test_a_papers_recipe_takes_the_values_of_the_replicas_that_are_asked_for(tmp_path):
+    (tmp_path / "run.toml").write_text('recipe = "4b"\nnum_replicas = 4')
+    of_file = ["--config", str(tmp_path / "run.toml")]
+    for words in (["4b", "--num-replicas", "4"], ["4b", "--num-replicas=4"], of_file):
+        config = train._parsed(words)[0].config
+        assert config == recipe("4b", num_replicas=4) and config.global_batch == 512
+        assert _recipe.law_lines(config) == [
+            "4b takes the values of M = 4: learning rate 0.000116, batches of 512 sequences, η 0.8"
+        ]
+        assert shlex.join(word for each in changes(config).values() for word in each) == "--num-replicas 4"
+    words = ["4b", "--num-replicas", "4", "--method", "data_parallel", "--optimizer.learning-rate", "1e-4"]
+    config = train._parsed(words)[0].config
+    assert config.optimizer.learning_rate == 1e-4
+    assert _recipe.law_lines(config) == ["4b takes the values of Data-Parallel: batches of 128 sequences"]
+    # With a store the number is open: the values are those of two replicas.
+    config = train._parsed(["4b", "--num-replicas", "4", "--rendezvous", "store"])[0].config
+    assert (config.num_replicas, config.global_batch) == (4, 256)
 
 
 def test_a_value_behind_an_equals_sign_may_begin_with_a_dash():
@@ -142,13 +163,18 @@ def interrupted(folder: Path, after: str) -> tuple[int, str]:
     ("after", "sentence"),
     [
         ("import", "diloco: interrupted\n"),
-        ("start", "diloco: "),
+        (
+            "start",
+            r"diloco: (interrupted|stopped by SIGINT(: there is no step to save yet)?); nothing is saved, and "
+            r"runs/start is not there: start again with the same command\n",
+        ),
         ("step", "diloco: stopped by SIGINT: every replica has saved step "),
     ],
 )
 def test_ctrl_c_ends_a_run_soon_and_with_one_line(tmp_path, small_corpus, after, sentence):
     shutil.copy(small_corpus, tmp_path / "text.jsonl")
     code, errors = interrupted(tmp_path, after)
-    assert errors.startswith(sentence) and errors.count("\n") == 1, errors
+    assert re.match(sentence, errors) and errors.count("\n") == 1, errors
+    assert (tmp_path / "runs" / after).exists() == (after == "step")
     # CPython takes an interrupt inside of exec() for an unhandled one, and ends by the signal itself.
     assert code in (130, -signal.SIGINT)

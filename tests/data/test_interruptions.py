@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.data import prepare as prepare_module
+from diloco.data import readers
 from diloco.data.config import DataConfig
 from diloco.data.prepare import prepare
 from diloco.data.tokenizers import ByteTokenizer
@@ -20,11 +20,11 @@ from diloco.data.tokenizers import ByteTokenizer
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from diloco.data import prepare
+from diloco.data import prepare, readers
 from diloco.data.config import DataConfig
 source, directory, tokenizer, landmark = sys.argv[1:]
 config = DataConfig(train=(source,), tokenizer=tokenizer)
-prepare._BATCH_BYTES = 2**16
+readers.PIECE_BYTES = 2**16
 wait = lambda _: time.sleep(1000 if Path(directory, landmark).exists() else 0.02)
 prepare.prepare(config, Path(directory), shard_tokens=2**16, progress=wait)
 """
@@ -116,11 +116,11 @@ class CutError(Exception):
 def config(tmp_path):
     rows = [{"id": f"d{i}", "text": f"text {i} " * (i % 5)} for i in range(60)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DataConfig(train=(f"{tmp_path}/rows.jsonl",), held_out_fraction=0.2)
+    return DataConfig(train=(f"{tmp_path}/rows.jsonl",), held_out_fraction=0.2, workers=1)
 
 
 def test_cut_before_every_rename_it_goes_on_where_it_was(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 100)
+    monkeypatch.setattr(readers, "PIECE_BYTES", 100)
     whole = content(prepare(config, tmp_path / "whole", shard_tokens=200))
     replace, encode = Path.replace, ByteTokenizer.encode
     encoded = []

@@ -3,7 +3,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +12,16 @@ import zstandard
 from tests.data.corpora import as_parquet, write_rows
 
 from diloco.data import prepare as prepare_module
+from diloco.data import readers
 from diloco.data.config import DataConfig
 from diloco.data.corpora import documents
 from diloco.data.prepare import (
     PrepareProgress,
-    is_held_out,
-    is_held_out_by_position,
     prepare,
     resolve,
-    split_documents,
 )
 from diloco.data.shards import INDEX_FILE, SPLITS, open_split, read_index, shard_path
+from diloco.data.splits import is_held_out, is_held_out_by_position, split_documents
 from diloco.data.tokenizers import load_tokenizer
 from diloco.errors import UserError
 
@@ -259,7 +258,7 @@ def test_files_of_another_preparation_are_not_taken_for_this_ones(source, tmp_pa
 
 
 def test_progress_counts_up_to_everything(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 100)
+    monkeypatch.setattr(readers, "PIECE_BYTES", 100)
     seen = []
     config = DataConfig(train=(source,), held_out_fraction=0.2, tokenizer="bpe:260")
     directory = prepare(config, tmp_path / "out", shard_tokens=500, progress=seen.append)
@@ -270,10 +269,13 @@ def test_progress_counts_up_to_everything(source, tmp_path, monkeypatch):
         num_documents=70,
         num_bytes=sum(split.num_bytes for split in opened),
         num_tokens=sum(split.num_tokens for split in opened),
+        fraction=1,
     )
     counts = [progress.num_tokens for progress in seen]
     assert len(counts) > 10
     assert counts == sorted(counts)
+    fractions = [progress.fraction for progress in seen[1:]]
+    assert fractions == sorted(fractions) and 0 < fractions[0] < 0.1
 
 
 def test_resolve_prepares_once_for_each_choice(source, tmp_path):
@@ -369,6 +371,27 @@ def test_training_text_is_read_up_to_so_many_bytes_and_held_out_text_whole(tmp_p
     assert sorted(read) == sorted(texts[: len(read)]) and len(read) > least
     for split, part in parts.items():
         assert split_texts(split, **fraction)[: len(part)] == part
+
+
+def test_sources_are_mixed_by_weights_until_the_first_of_them_ends(tmp_path, caplog):
+    sources = tuple(
+        write_rows(tmp_path / f"{name}.jsonl", [name * size for size in sizes], name)
+        for name, sizes in (("a", [30] * 60), ("b", [20, 10] * 9), ("c", [50] * 8))
+    )
+    held_out = write_rows(tmp_path / "held_out.jsonl", ["h"])
+    config = DataConfig(train=sources, held_out=(held_out,), weights=(0.5, 0.2, 0.3))
+    texts, read = split_texts("train", **asdict(config)), dict.fromkeys("abc", 0)
+    for number, text in enumerate(texts, start=1):
+        read[text[0]] += len(text)
+        total = sum(read.values())
+        shares = [read[name] - weight * total for name, weight in zip("abc", config.weights, strict=True)]
+        assert max(map(abs, shares)) <= 50, (number, read)
+    assert read == {"a": 690, "b": 270, "c": 400}, "the next text would be of c, which has no more"
+    directory = prepare(config, tmp_path / "out", shard_tokens=100)
+    assert texts_of(directory, "train") == texts
+    assert caplog.messages == [f"the training text ends with {sources[2]}, of which data.weights takes no more"]
+    limited = prepare(replace(config, max_train_bytes=200), tmp_path / "limited")
+    assert texts_of(limited, "train") == texts[:8] and read_index(limited).settings.weights == (0.5, 0.2, 0.3)
 
 
 def test_the_end_of_each_document_is_held_out_where_hashing_would_leave_a_split_empty(tmp_path):

@@ -169,6 +169,12 @@ CONFIGS = [
     ({"held_out_fraction": 1.0}, "data.held_out_fraction=1.0 must lie between"),
     ({"max_train_bytes": 0}, "data.max_train_bytes=0 must be at least 1"),
     ({"max_document_bytes": 2**31}, "data.max_document_bytes=2147483648 must be .* below 2"),
+    (
+        {"weights": (1.0, 2.0), "train": ("a.txt",)},
+        "data.weights=1.0 2.0 must be one number above 0 per",
+    ),
+    ({"weights": (0.0,), "train": ("a.txt",)}, "data.weights=0.0 must be one"),
+    ({"workers": 0}, "data.workers=0 must be at least 1"),
     ({"tokenizer": "bpe:8k"}, "data.tokenizer=bpe:8k is not of the form"),
     ({"tokenizer": "bpe:1234567890"}, "data.tokenizer=bpe:1234567890 is not of the form"),
     ({"held_out_fraction": 0.1, "held_out": ("a.txt", "b.txt")}, "data.held_out_fraction=0.1 contradicts"),

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tests.engine.test_elastic import counted, until
 from tests.engine.test_elastic_ends import cut_off
 from tests.rendezvous.replicas import H, P, Replica, new_model
@@ -240,6 +241,36 @@ def test_a_payload_that_claims_tokens_which_cannot_be_is_counted_by_nobody(tmp_p
     for replica in (ours, liar):
         replica.vanish()
     assert replay_of(tmp_path).checked.steps
+
+
+def test_the_log_tells_the_mean_training_loss_since_the_last_send(tmp_path) -> None:
+    """Losses that the log does not take, such as NaN, are left out of the mean."""
+    ours, silent = Replica(str(tmp_path), name="ours"), Replica(str(tmp_path), name="silent")
+    offers, offer = list[Offer](), ours.engine._membership.joined.seat.offer
+
+    def seen(one: Offer, *contents) -> None:
+        offers.append(one)
+        offer(one, *contents)
+
+    ours.engine._membership.joined.seat.offer = seen
+    losses = iter([3.0, torch.tensor(2.5, requires_grad=True), float("nan"), 1e30, *(2.0 for _ in range(10**4))])
+    while not offers:
+        ours.step(loss=next(losses))
+    assert offers[0].loss == sum((3.0, 2.5, *(2.0 for _ in range(offers[0].steps - 4)))) / (offers[0].steps - 2)
+    until(lambda: min(min(counted(ours)), min(counted(silent))) >= 1, ours, silent)
+    counted_losses = [c.loss for ref in ours.exchange.state.since for c in ref.body.contributions]
+    assert offers[0].loss in counted_losses and set(counted_losses) <= {offers[0].loss, None}
+    for replica in (ours, silent):
+        replica.vanish()
+    assert replay_of(tmp_path).checked.steps
+
+
+@pytest.mark.parametrize("loss", ["2", torch.ones(2), 1j])
+def test_a_loss_is_a_number(loss, tmp_path) -> None:
+    ours = Replica(str(tmp_path))
+    with pytest.raises(UserError, match="loss must be a number, or a tensor of one"):
+        ours.step(loss=loss)
+    ours.vanish()
 
 
 def test_a_store_that_is_gone_while_a_payload_is_in_flight_keeps_nobody_at_the_end(tmp_path, monkeypatch) -> None:

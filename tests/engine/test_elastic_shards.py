@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import diloco
-from diloco.engine.elastic_shards import cut
-from diloco.engine.parameters import gathered, is_sharded, local
+from diloco.engine.parameters import gathered, local, own_place
 
 P, H, T = 3, 4, 14
 CASES = [("fp32", None, "gather"), ("e3m0", 0.5, "gather"), ("e3m0", 0.5, "reduce_scatter:bf16")]
@@ -70,8 +69,7 @@ class Replica:
         rng = np.random.default_rng((ord(self.name[0]), self.engine.num_steps + 1))
         for parameter in self.model.parameters():
             target = torch.from_numpy(rng.standard_normal(tuple(parameter.shape), np.float32))
-            if is_sharded(parameter):
-                target = cut(target, parameter)[parameter.device_mesh.get_local_rank()]
+            target = target[own_place(parameter, part=False)]
             local(parameter).sub_(LR * (local(parameter) - target))
         return self.engine.step(tokens=tokens)
 

@@ -8,7 +8,7 @@ from tests.ports import free_port
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from diloco.exchange.private_torch import dtensor_like, gloo_backend, timeout_seconds_of
+from diloco.exchange.private_torch import changes_of, dtensor_like, gloo_backend, timeout_seconds_of
 
 
 def test_gloo_takes_an_address_and_a_timeout():
@@ -24,6 +24,15 @@ def test_a_group_tells_its_timeout():
     dist.init_process_group("gloo", init_method=place, rank=0, world_size=1, timeout=timedelta(seconds=11))
     assert timeout_seconds_of(dist.group.WORLD) == 11
     dist.destroy_process_group()
+
+
+def test_the_changes_of_a_parameter_are_counted():
+    """Tensor._version."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    before = changes_of(parameter)
+    with torch.no_grad():
+        parameter.add_(1.0).mul_(2.0)
+    assert changes_of(parameter) == before + 2
 
 
 def test_a_shard_in_other_memory_and_of_another_dtype_is_a_dtensor():

@@ -154,7 +154,10 @@ def with_header(content: bytes, rng: random.Random) -> bytes:
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     name = rng.choice([name for name in header if name != "__metadata__"])
-    cuts = {name: {"start": rng.choice((0, 0, 1, 2, 1 << 62)), "size": rng.choice((3, 4, 5, 8, 1 << 62))}}
+    num_dims = rng.randrange(3)
+    start = [rng.choice((0, 0, 1, 2, 1 << 62)) for _ in range(num_dims)]
+    shape = [rng.choice((3, 4, 5, 8, 1 << 62)) for _ in range(num_dims)]
+    cuts = {name: {"start": start, "shape": shape}}
     header["__metadata__"]["cuts"] = json.dumps(cuts if rng.random() < 0.7 else mutated_json(cuts, rng))
     changed = json.dumps(mutated_json(header, rng) if rng.random() < 0.7 else header).encode()
     return struct.pack("<Q", len(changed)) + changed + content[8 + length :]
@@ -178,7 +181,7 @@ def cut_file(path: Path, shard: int, rows: torch.Tensor, cut: dict) -> None:
 )
 def test_parts_that_are_no_whole_tensor_are_refused(path, starts, sizes, is_sound):
     for shard, rows in enumerate((torch.arange(2.0), torch.arange(2.0, 5.0))):
-        cut_file(path, shard, rows, {"start": starts[shard], "size": sizes[shard]})
+        cut_file(path, shard, rows, {"start": [starts[shard]], "shape": [sizes[shard]]})
     renew_checksums(path)
     tensors = {"sent": torch.zeros(5)}
     if is_sound:

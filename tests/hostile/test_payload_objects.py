@@ -95,6 +95,7 @@ def mutated_payloads(signer: Signer) -> Iterator[tuple[bytes, bool]]:
 
 
 CLAIMS = {
+    "loss": None,
     "fragment": 2,
     "tokens": 1,
     "steps": 1,

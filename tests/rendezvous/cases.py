@@ -46,6 +46,7 @@ class Log:
             "steps": 1,
             "position": start + 10,
             "norm": 1.0,
+            "loss": None,
         }
         return Contribution(**(fields | changes))
 
@@ -71,7 +72,15 @@ def header_of(
     wire: Codec, num_elements: int, bodies: Sequence[bytes | memoryview], norms: Sequence[float], /, **fields
 ) -> Header:
     """The header of a payload of one or several shares, with the fields that a test does not name."""
-    claim = {"replica": 3, "seq": 41, "base_round": 7, "tokens": 4096, "steps": 30, "position": 123_456}
+    claim = {
+        "replica": 3,
+        "seq": 41,
+        "base_round": 7,
+        "tokens": 4096,
+        "steps": 30,
+        "position": 123_456,
+        "loss": None,
+    }
     offer = {
         "run": RUN,
         "fragment": 2,

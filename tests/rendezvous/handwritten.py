@@ -148,6 +148,7 @@ class Handwritten:
         body = payload.numpy().data
         claim = {"replica": replica, "seq": p + nth * len(self.outer), "base_round": base_round}
         claim |= {"tokens": tokens, "steps": 4, "position": 1000}
+        claim |= {"loss": 5.0 - base_round - replica / 2 if replica < 2 else None}
         norm = float(np.linalg.norm(decoded_N.numpy().astype(np.float64)))
         offer = {"run": self.state.run, "fragment": p, "base": f"{base:016x}"}
         header = header_of(self.codec, len(delta_N), [body], [norm], **claim, **offer)

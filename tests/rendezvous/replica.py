@@ -95,6 +95,7 @@ class Replica:
             tokens=self.position - position,
             steps=self.step - step,
             position=self.position,
+            loss=None,
             norm=float(np.linalg.norm(values)),
         )
         self.num_sent += 1

@@ -74,14 +74,16 @@ class Replica:
         self.progress = [np.zeros(len(theta_p)) for theta_p in theta0()]
         """The sum of the changes that inner steps made to θ, by fragment."""
 
-    def step(self, *, tokens: int = 8, pause_seconds: float = 0.0) -> tuple[diloco.OuterStep, ...]:
+    def step(
+        self, *, tokens: int = 8, loss: float | torch.Tensor | None = None, pause_seconds: float = 0.0
+    ) -> tuple[diloco.OuterStep, ...]:
         """One inner step towards a target of this replica's own, and the engine's."""
         before = self.theta()
         inner_step(self.model, self.exchange.replica, self.engine.num_steps + 1)
         for progress, old, new in zip(self.progress, before, self.theta(), strict=True):
             progress += new.astype(np.float64) - old
         time.sleep(pause_seconds)
-        return self.seen(self.engine.step(tokens=tokens))
+        return self.seen(self.engine.step(tokens=tokens, loss=loss))
 
     def seen(self, outer_steps: tuple[diloco.OuterStep, ...]) -> tuple[diloco.OuterStep, ...]:
         """Note the rounds that were taken."""

@@ -8,7 +8,7 @@ from tests.rendezvous.cases import Log
 from diloco.rendezvous.archive import INDEX, Index, open_index
 from diloco.rendezvous.log.entries import Leave, LogError, Snapshot
 from diloco.rendezvous.log.keys import Signer
-from diloco.rendezvous.log.run import RunState
+from diloco.rendezvous.log.run import Losses, RunState
 
 A = "a" * 64
 
@@ -54,6 +54,8 @@ CHANGES = {
     "no such slot": lambda s: of_member(s, slot=64),
     "no such replica": lambda s: of_fragment(s, last_seq={9: 0}),
     "no such contributor": lambda s: of_entry(s, contributions=(replace(CONTRIBUTION, replica=9),)),
+    "losses of no outer steps": lambda s: replace(s, losses=Losses(parts=())),
+    "more losses than there are": lambda s: replace(s, losses=Losses(parts=((1.0, 1),) * 300)),
     "no contributor": lambda s: of_entry(s, contributions=()),
     "another fragment": lambda s: of_entry(s, fragment=1),
 }

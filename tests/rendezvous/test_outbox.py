@@ -17,7 +17,7 @@ from diloco.wire import codec
 
 def put(outbox: Outbox, seq: int, fragment: int) -> None:
     values_N = torch.ones(4)
-    numbers = {"base_round": seq, "base": 0, "tokens": 8, "steps": 1, "position": 8, "step": seq}
+    numbers = {"base_round": seq, "base": 0, "tokens": 8, "steps": 1, "position": 8, "step": seq, "loss": None}
     offer = Offer(replica=0, seq=seq, fragment=fragment, norms=(2.0,), overlap=0, **numbers)
     outbox.put(offer, (codec("fp32").encode(values_N, FORM.key(fragment, seq, 0)),), values_N)
 

@@ -133,6 +133,9 @@ def damaged(delta_N):
         (b'"tokens":4096', b'"tokens":-496', "tokens: expected int >= 1"),
         (b'"seq":41', b'"seq": 1', "not in the form"),
         (b'"seq":41', b'"sek":41', "can't be read"),
+        (b'"loss":null', b'"loss":1e7', "loss: expected float <= 1000000"),
+        (b'"loss":null', b'"loss":1e999', "can't be read"),
+        (b'"loss":null', b'"loss":NaN', "can't be read"),
         (b'"e3m0', b'"\\n m', "wire: expected str matching"),
     ]:
         assert old in line

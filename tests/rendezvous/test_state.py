@@ -4,6 +4,7 @@ import pytest
 from tests.rendezvous.cases import AMOUNTS, Log
 
 from diloco.rendezvous.log.entries import Close, Join, Leave
+from diloco.rendezvous.log.run import Losses
 
 
 def slots(log: Log) -> list[int]:
@@ -101,6 +102,26 @@ def test_joiners_are_refused_with_the_reason():
     assert plain.state.refusal_of_joiner(Join(name="b", key="", **AMOUNTS)) is None, "it may have to close the run"
     plain.add(Close(outer=("0" * 16,)), 0)
     assert "has ended" in plain.state.refusal_of_joiner(Join(name="b", key="", **AMOUNTS))
+
+
+def test_the_training_losses_are_means_over_equally_many_outer_steps_in_bounded_room():
+    log = Log(num_fragments=1).join("a", "b")
+    for step in range(700):
+        losses = (700.0 - step, None if step % 2 else 702.0 - step)
+        log.outer(*(log.contribution(replica, loss=loss) for replica, loss in enumerate(losses)))
+    curve = log.state.losses.curve(700)
+    assert len(log.state.losses.parts) == 175, "four outer steps each, six told losses"
+    assert curve[0] == (4, (4 * 700 - 6 + 2 * 702 - 2) / 6) and curve[-1][0] == 700
+    last_35 = [loss for step in range(664, 700) for loss in (700.0 - step, 702.0 - step)[: 2 - step % 2]]
+    assert log.state.losses.last(700) == sum(last_35) / len(last_35)
+
+
+def test_without_losses_there_is_no_curve():
+    log = Log(num_fragments=1).join("a").rounds(3, 0)
+    assert log.state.losses.curve(3) == () and log.state.losses.last(3) is None
+    assert Losses().last(0) is None
+    log.outer(log.contribution(0, loss=2.5))
+    assert log.rounds(5, 0).state.losses.last(9) == 2.5, "of the newest outer step that tells one"
 
 
 def test_weights_are_by_tokens_or_by_tokens_squared_per_step():

@@ -26,6 +26,9 @@ def test_a_look_shows_who_takes_part_and_what_it_moved(tmp_path) -> None:
     assert [r.tokens for r in status.replicas] == [400, 600, 140] and status.tokens == 1140
     assert [r.steps for r in status.replicas] == [16, 16, 8]
     assert status.contributors == (2 * 2 + 2 * 2 + 4 * 3) / 8
+    # a and b tell their losses, c tells none.
+    assert status.losses == tuple((step, 4.75 - (step - 1) // 2) for step in range(1, 9))
+    assert status.training_loss == 1.75, "the last 5 % of the outer steps are one"
     # 8 payloads each of a and b, and 4 of c that were counted. Before c joined, 4 were read by one other replica.
     sizes = [run.codec.payload_bytes(len(outer_N)) for outer_N in run.outer]
     assert status.traffic.bytes_up == 20 * sum(sizes) / 2

@@ -119,6 +119,7 @@ def test_one_thing_has_one_number_and_one_name_wherever_it_is_shown(run, finishe
             chart = charts_of(section)[name.capitalize()]
             assert [series["value"] for series in chart["series"] if series["label"] == "mean"] == [number]
             assert meaning in chart["about"]
+    assert trained.splitlines()[-1] == "next: diloco report runs/streaming, diloco chat runs/streaming --serve"
     held_out = run["facts"]["held-out loss"]
     assert re.findall(r"^held-out loss +(.*)$", trained, re.M) == [held_out]
     assert charts_of(run)["Held-out loss"]["series"][-1]["value"] == held_out.split()[0]

@@ -118,28 +118,21 @@ def test_the_page_of_a_store_follows_its_log(tmp_path, serve, monkeypatch):
     run.close()
     (ended,) = sections(server)
     assert ended["standing"] == "finished" and ended["table"]["rows"][-1][:2] == ["0 a", "left"]
-    replicas, contributors, tokens = shown["charts"]
+    losses, replicas, contributors, tokens = shown["charts"]
+    assert losses["title"] == "Training loss"
     assert [lane["label"] for lane in replicas["lanes"]] == ["0 a", "1 b", "2 c"]
     timeline = read_timeline(str(run.directory))
     for chart, numbers in ((contributors, timeline.contributors), (tokens, timeline.tokens)):
         assert [y for _, y in chart["series"][0]["points"]] == numbers
 
 
-def test_a_store_has_progress_and_time_to_go_by_its_log_and_loss_by_its_replicas(tmp_path, finished_run):
+def test_a_store_has_progress_time_to_go_and_loss_by_its_log(tmp_path):
     run = Handwritten(tmp_path / "run", facts={"num_tokens": 2000})
     run.train(2)
-    member = tmp_path / "member"
-    shutil.copytree(finished_run, member, ignore=shutil.ignore_patterns("checkpoints"))
-    config = json.loads((member / "config.json").read_text())
-    config["diloco"]["overlap_steps"] = 2
-    config |= {"num_replicas": 1, "rendezvous": str(run.directory)}
-    (member / "config.json").write_text(json.dumps(config))
-    alone, both = Sources([str(run.directory)]), Sources([str(run.directory), str(member)])
-    for sources in (alone, both):
-        sources.again()
+    alone = Sources([str(run.directory)])
+    alone.again()
     run.train_on(4)
-    for sources in (alone, both):
-        sources.again()
+    alone.again()
     tokens = run.state.tokens // 2
     (store,) = alone.page().sections
     assert store.part == tokens / 2000 and store.facts["part of the run"] == f"{tokens / 2000:.1%}"
@@ -147,11 +140,14 @@ def test_a_store_has_progress_and_time_to_go_by_its_log_and_loss_by_its_replicas
     assert store.headline.startswith(
         f"{tokens / 1000:g}k of 2k tokens counted in 8 outer steps; 3 replicas contributed"
     )
-    assert any("log holds no losses" in note for note in store.notes)
-    store, replica = both.page().sections
-    assert [chart.title for chart in store.charts][:2] == ["Training loss", "Held-out loss"]
-    assert store.charts[0].series[-1].points == replica.charts[0].series[-1].points
-    assert not any("losses" in note for note in store.notes)
+    loss, meaning = store.facts["training loss"].split(", ")
+    assert (loss, meaning) == ("1.7500", "mean of the last 5 % of outer steps")
+    assert "training loss" in store.main and "loss so far" not in store.facts, "a page shows the curve"
+    (curve,) = store.charts[0].series
+    assert [*curve.points] == [(step, 4.75 - (step - 1) // 2) for step in range(1, 9)]
+    assert store.charts[0].title == "Training loss" and curve.value == loss and meaning in store.charts[0].about
+    (store,) = alone.page(with_charts=False).sections
+    assert store.facts["loss so far"] == "4.75 ██▆▆▃▃▁▁ 1.75" and not store.charts
     run.close()
     alone.again()
     (store,) = alone.page().sections

@@ -3,6 +3,7 @@
 import io
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -177,3 +178,13 @@ def test_a_slow_replica_is_named_as_the_limit():
     sentence, numbers = printed(wanted)
     assert "More than 0.667 can't be reached by replicas with these step times" in sentence
     assert set(numbers) == {"target"} and numbers["target"] == pytest.approx(2 / 3, abs=0.01)
+
+
+def test_a_preparation_says_its_speed_and_the_time_that_is_left(monkeypatch):
+    seconds = iter([100.0, 110.0])
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    speed = training._Speed()
+    begun = PrepareProgress(stage="packing", num_bytes=10**6, fraction=0.2)
+    assert speed.of(PrepareProgress(stage="training the tokenizer")) == speed.of(begun) == ""
+    later = PrepareProgress(stage="packing", num_bytes=36 * 10**6, fraction=0.4)
+    assert speed.of(later) == "  3.5 MB/s  ETA 0:30"

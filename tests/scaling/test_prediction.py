@@ -8,7 +8,7 @@ import pytest
 from diloco.cli.main import main
 from diloco.scaling.judgement import crossing, held_out_errors
 from diloco.scaling.laws import Laws, best_batch
-from diloco.scaling.power_laws import JOINT, PowerLaw
+from diloco.scaling.power_laws import PowerLaw
 from diloco.scaling.prediction import predict
 from diloco.scaling.table import Point, best_points, read_table
 
@@ -49,7 +49,7 @@ def test_a_sweep_predicts_what_it_was_made_of():
     assert prediction["sync_every"] == 30 and predict(8e5, 0, laws=Laws(sweep()))["sync_every"] is None
     assert prediction["loss"]["reason"] == "an interval needs 5 sizes, and there are 3"
     default = predict(8e5, 8, laws=Laws(sweep()))["outer_learning_rate"]
-    assert default["value"] == 0.4 and "a default, not a fit" in default["reason"]
+    assert default["value"] == 0.8 and "a default, not a fit" in default["reason"]
     assert prediction["steps"]["value"] == math.ceil(20 * 8e5 / prediction["batch_tokens"]["value"])
     assert "800000 lies outside the sizes that were fitted, 100000 to 400000" in prediction["warning"]
     assert "M = 8 lies outside the numbers of replicas" in predict(3e5, 8, laws=Laws(sweep()))["warning"]
@@ -160,13 +160,15 @@ def test_steps_are_those_of_a_batch_that_can_be_run(capsys):
     assert "49,592 at that power of two" in capsys.readouterr().out
 
 
-def test_the_recipes_have_the_published_joint_laws():
+def test_the_recipes_have_what_is_predicted():
     from diloco.training.config.recipes import scaling_laws
 
-    for scale, params in (("35M", 35_651_584), ("1.3B", 1_275_068_416)):
-        config = scaling_laws(scale, num_replicas=4)
-        assert config.optimizer.learning_rate == pytest.approx(JOINT["learning_rate"](params, 4))
-        assert config.global_batch == 2 ** round(math.log2(JOINT["batch_tokens"](params, 4)))
+    for replicas, method in ((0, "data_parallel"), (1, "diloco"), (2, "diloco"), (3, "diloco"), (4, "diloco")):
+        config = scaling_laws("1.3B", max(1, replicas), method)
+        prediction = predict(config.model.num_matrix_params, replicas)
+        assert config.optimizer.learning_rate == pytest.approx(prediction["learning_rate"]["value"])
+        assert replicas == 3 or config.tokens_per_step == prediction["batch_tokens"]["power_of_two"]
+        assert not replicas or config.diloco.outer_learning_rate == prediction["outer_learning_rate"]["value"]
 
 
 def test_the_published_laws_are_the_default(capsys):
@@ -175,9 +177,9 @@ def test_the_published_laws_are_the_default(capsys):
     assert prediction["loss"]["low"] < prediction["loss"]["value"] < prediction["loss"]["high"]
     assert prediction["loss"]["value"] == pytest.approx(2.472, rel=0.02)
     rate, outer = prediction["learning_rate"], prediction["outer_learning_rate"]
-    assert rate["value"] == pytest.approx(22256 * 1.3e9**-0.8827 * 4**0.2929)
+    assert rate["value"] == pytest.approx(4512.99 * 1.3e9**-0.789), "M = 4's own law"
     assert rate["low"] is None and "without the data behind them" in rate["reason"]
-    assert outer["value"] == 0.4 and "not a fit" in outer["reason"]
+    assert outer["value"] == 0.8 and "not a fit" in outer["reason"]
     assert prediction["tokens"]["value"] == 20 * 1.3e9 and prediction["warning"] is None
     main(["scaling", "predict", "--num-params", "1e9", "--num-replicas", "0"])
     printed = capsys.readouterr().out

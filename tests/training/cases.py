@@ -41,7 +41,8 @@ def tokens_of(config: TrainConfig, size: int, *seed: int) -> np.ndarray:
 
 def share_of(config: TrainConfig, world: World, step: int) -> np.ndarray:
     """This process's share of the batch of a step."""
-    return np.split(tokens_of(config, config.global_batch, step), config.num_processes)[world.everyone.replica]
+    shares = np.split(tokens_of(config, config.global_batch, step), world.num_replicas * world.num_readers)
+    return shares[world.replica * world.num_readers + world.reader]
 
 
 def rate(config: TrainConfig, step: float) -> float:

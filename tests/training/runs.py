@@ -3,12 +3,21 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tests.processes import Program, program
 
 from diloco.cli.main import main
+from diloco.models.decoder_config import DecoderConfig
+from diloco.rendezvous.log.log import ENTRY
+from diloco.training.config.config import EvaluationConfig, TrainConfig
+from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import resolved
+from diloco.training.prepare import prepare_run
 
 TIMEOUT_SECONDS = 200
 DILOCO = [sys.executable, "-m", "diloco"]
@@ -36,3 +45,42 @@ def summary(run: Path) -> dict:
 
 def lines(run: Path, replica: int) -> list[dict]:
     return [json.loads(line) for line in (run / f"metrics-{replica}.jsonl").read_text().splitlines()]
+
+
+def quick_config(folder: Path, corpus: Path, **settings: Any) -> TrainConfig:
+    """The config of a run that takes milliseconds per step, in `folder`."""
+    asked = replace(
+        recipe("tiny"),
+        runs=folder / "runs",
+        sequence_length=32,
+        model=DecoderConfig(num_layers=2, num_heads=2, width=16),
+        evaluation=EvaluationConfig(num_tokens=512),
+        precision="fp32",
+        trackers=(),
+        timeout_seconds=30.0,
+        **settings,
+    )
+    data = replace(asked.data, train=(str(corpus),), held_out_fraction=0.1, cache=folder / "data")
+    return resolved(prepare_run(replace(asked, data=data)))
+
+
+def replicas(launcher: int) -> list[int]:
+    """The forks of the supervisor, which the launcher's child has forked."""
+    supervisors = [supervisor for ancestor in children(launcher) for supervisor in children(ancestor)]
+    return [replica for supervisor in supervisors for replica in children(supervisor)]
+
+
+def children(pid: int) -> Iterator[int]:
+    """The processes that a process has started and not waited for."""
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            yield from map(int, (task / "children").read_text().split())
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return
+
+
+def bodies(store: str, kind: type) -> list:
+    """The bodies of a kind in a log, in its order."""
+    paths = sorted(Path(store, "log").iterdir())
+    entries = (ENTRY.open(path.read_bytes(), "").header.body for path in paths)
+    return [body for body in entries if isinstance(body, kind)]

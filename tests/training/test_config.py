@@ -8,6 +8,7 @@ import pytest
 from tests.training.cases import resolved
 
 from diloco.models.decoder_config import DecoderConfig
+from diloco.scaling.hyperparameters import hyperparameters
 from diloco.training.config.config import (
     CheckpointConfig,
     DilocoConfig,
@@ -20,7 +21,7 @@ from diloco.training.config.config import (
     trait,
     with_value,
 )
-from diloco.training.config.recipes import RECIPES, laptop, recipe, scaling_laws, tiny
+from diloco.training.config.recipes import RECIPES, laptop, recipe, recipe_of, scaling_laws, tiny
 from diloco.training.config.resolve import (
     Budget,
     parse_tokens,
@@ -99,11 +100,22 @@ def test_every_recipe_is_a_run_that_can_be_resolved():
 
 def test_the_ladder_recipes_follow_the_published_power_laws():
     config = scaling_laws("35M", num_replicas=2)
-    assert config.optimizer.learning_rate == pytest.approx(0.0059, rel=0.01)
+    assert config.optimizer.learning_rate == pytest.approx(3978.82 * 35_651_584**-0.78)
     assert config.global_batch == 32
     assert config.num_tokens == pytest.approx(20 * 35_651_584, rel=1e-3)
-    # 36.2 sequences are 12.1 of each of three replicas, 2^3.6
+    # 36.2 sequences of the joint law are 12.1 of each of three replicas, 2^3.6
     assert scaling_laws("35M", num_replicas=3).global_batch == 3 * 16
+
+
+@pytest.mark.parametrize(("method", "replicas"), [("diloco", 4), ("data_parallel", 2), ("diloco", 8)])
+def test_a_ladder_recipe_has_the_values_of_its_method_and_its_replicas(method, replicas):
+    config = recipe("4b", method=method, num_replicas=replicas)
+    assert (config.method, config.num_replicas, config.recipe) == (method, replicas, "4b")
+    tuned = hyperparameters(method, config.model.num_matrix_params, replicas)
+    assert config.optimizer.learning_rate == tuned.learning_rate
+    assert 2**-0.5 <= config.tokens_per_step / tuned.batch_tokens <= 2**0.5
+    assert config.diloco.outer_learning_rate == (tuned.outer_learning_rate or 0.4)
+    assert recipe_of(config) == config
 
 
 @pytest.mark.parametrize(

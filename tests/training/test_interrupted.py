@@ -19,24 +19,22 @@ from tests.processes import Program, program, run_replicas
 from tests.training.runs import (
     BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT,
     TIMEOUT_SECONDS,
+    bodies,
     command,
     lines,
+    quick_config,
+    replicas,
     run,
     started,
     summary,
 )
-from tests.training.test_loop import replicas
-from tests.training.test_rendezvous import bodies
 
 from diloco.errors import ExchangeError, Stopped
-from diloco.models.decoder_config import DecoderConfig
 from diloco.rendezvous.log.entries import Leave
 from diloco.training import stopping
-from diloco.training.config.config import CheckpointConfig, DilocoConfig, EvaluationConfig, TrainConfig
-from diloco.training.config.recipes import recipe
+from diloco.training.config.config import CheckpointConfig, DilocoConfig, TrainConfig
 from diloco.training.config.resolve import resolved
 from diloco.training.loop import train
-from diloco.training.prepare import prepare_run
 from diloco.training.processes import STORE
 from diloco.training.records.checkpoints import finished_steps
 from diloco.training.world import alone
@@ -50,22 +48,14 @@ NUM_MOMENTS = int(os.environ.get("NUM_MOMENTS", "2"))
 def config(small_corpus, tmp_path_factory) -> TrainConfig:
     """A run of milliseconds per step, which saves nothing by itself before its end."""
     folder = tmp_path_factory.mktemp("interrupted")
-    asked = replace(
-        recipe("tiny"),
+    return quick_config(
+        folder,
+        small_corpus,
         name="whole",
-        runs=folder / "runs",
         num_tokens=STEPS * 8 * 32,
-        sequence_length=32,
-        model=DecoderConfig(num_layers=2, num_heads=2, width=16),
         diloco=DilocoConfig(sync_every=6, layers_per_fragment=1, overlap_steps=(2, 4)),
         checkpoint=CheckpointConfig(every_steps=1000),
-        evaluation=EvaluationConfig(num_tokens=512),
-        precision="fp32",
-        trackers=(),
-        timeout_seconds=30.0,
     )
-    data = replace(asked.data, train=(str(small_corpus),), held_out_fraction=0.1, cache=folder / "data")
-    return resolved(prepare_run(replace(asked, data=data)))
 
 
 def be_process(config: TrainConfig, meeting: str) -> int:

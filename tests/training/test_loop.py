@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import truediv
@@ -29,6 +28,7 @@ from tests.training.runs import (
     TIMEOUT_SECONDS,
     command,
     lines,
+    replicas,
     run,
     started,
     summary,
@@ -166,20 +166,6 @@ def wait_for_step(process: Program, run: Path, step: int) -> int:
     return max(replicas(process.pid))
 
 
-def replicas(launcher: int) -> list[int]:
-    """The forks of the supervisor, which the launcher's child has forked."""
-    supervisors = [supervisor for ancestor in children(launcher) for supervisor in children(ancestor)]
-    return [replica for supervisor in supervisors for replica in children(supervisor)]
-
-
-def children(pid: int) -> Iterator[int]:
-    try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            yield from map(int, (task / "children").read_text().split())
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended
-        return
-
-
 def final_state(run: Path, replica: int) -> dict:
     newest = max((run / "checkpoints" / f"replica-{replica}").glob("step-*/"))
     tensors = {path.name: safetensors.torch.load_file(path) for path in newest.glob("*.safetensors")}
@@ -291,6 +277,8 @@ def test_two_machines_with_their_own_disks_train_together(folder, streaming):
         assert re.search(rf"^outer hash +{outer_hash[:16]}$", process.stdout, re.MULTILINE)
         assert last.startswith("files                runs/far")
     assert "The model writes" in processes[0].stdout and "this machine's metrics and" in processes[1].stdout
+    commands = "next: diloco report runs/far, diloco chat runs/far --serve"
+    assert processes[0].stdout.splitlines()[-1] == commands and "next:" not in processes[1].stdout
     assert not (machines[1] / "runs" / "far" / "summary.json").exists()
     mine, theirs = (read_config(machine / "runs" / "far") for machine in machines)
     assert replace(mine, runs=theirs.runs, data=theirs.data) == theirs

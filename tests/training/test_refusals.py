@@ -52,6 +52,18 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"num_replicas": 0}, "num_replicas must be at least 1, not 0"),
     ({"shards_per_replica": 0}, "shards_per_replica must be at least 1, not 0"),
     ({"shards_per_replica": 3}, "global_batch=8 must be a multiple of num_replicas=2 · shards_per_replica=3"),
+    (
+        {"shards_per_replica": 8, "tensor_parallel": 2, "global_batch": 6, "micro_batch": None},
+        "global_batch=6 must be a multiple of num_replicas=2 · shards_per_replica=8 / tensor_parallel=2:",
+    ),
+    (
+        {"shards_per_replica": 2, "tensor_parallel": 4},
+        "shards_per_replica=2 must be a multiple of tensor_parallel=4: it counts all processes",
+    ),
+    (
+        {"shards_per_replica": 3, "tensor_parallel": 3},
+        "tensor_parallel=3 must divide model.num_heads=2: each process has whole heads",
+    ),
     ({"method": "data_parallel", "ddp_per_replica": 2}, "ddp_per_replica=2 with method=data_parallel"),
     ({"method": "data_parallel", "num_connections": 2}, "num_connections=2 means nothing to data_parallel"),
     ({"num_connections": 0}, "num_connections must be at least 1"),
@@ -68,7 +80,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint": CheckpointConfig(every_steps=5, keep=3)}, "11 steps apart, so keep at least 5"),
     *(
         ({name: HUGE}, f"{name} must be at most 65536, not {HUGE}")
-        for name in ("num_replicas", "shards_per_replica", "ddp_per_replica", "num_connections")
+        for name in ("num_replicas", "shards_per_replica", "tensor_parallel", "ddp_per_replica", "num_connections")
     ),
 ]
 SECTIONS: list[tuple[type, dict[str, Any], str]] = [

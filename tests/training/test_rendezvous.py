@@ -7,30 +7,31 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from tests.processes import program, run_main, run_replicas
 from tests.training.cases import rate
-from tests.training.runs import TIMEOUT_SECONDS, lines, run, started, summary
+from tests.training.runs import TIMEOUT_SECONDS, bodies, lines, quick_config, run, started, summary
 
 from diloco.cli.main import main
 from diloco.errors import DisagreementError, ExchangeError, Stopped, UserError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.follower import Follower
-from diloco.rendezvous.log.entries import Join, Leave
-from diloco.rendezvous.log.log import ENTRY, Log, first_entry
+from diloco.rendezvous.log.entries import Join, Leave, Outer
+from diloco.rendezvous.log.log import Log, first_entry
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.replay import replayed
 from diloco.rendezvous.store import Store
+from diloco.report.runs import summary_facts
+from diloco.schema import converted
 from diloco.training.config.config import (
     CheckpointConfig,
     DilocoConfig,
     ElasticConfig,
-    EvaluationConfig,
     TrainConfig,
 )
-from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolved
 from diloco.training.loop import train
 from diloco.training.prepare import prepare_run
@@ -38,7 +39,8 @@ from diloco.training.processes import STORE
 from diloco.training.records.checkpoints import finished_steps
 from diloco.training.records.finished import run_parameters
 from diloco.training.records.store_runs import initial_parameters
-from diloco.training.records.summary import contributors
+from diloco.training.records.summary import Summary, contributors
+from diloco.training.records.tail import replica_tail
 
 STEPS = 48
 
@@ -47,23 +49,15 @@ STEPS = 48
 def config(small_corpus, tmp_path_factory) -> TrainConfig:
     """A run that takes milliseconds per step; it begins with two replicas."""
     folder = tmp_path_factory.mktemp("elastic")
-    asked = replace(
-        recipe("tiny"),
+    return quick_config(
+        folder,
+        small_corpus,
         name="a",
-        runs=folder / "runs",
         rendezvous=str(folder / "store"),
         num_tokens=STEPS * 8 * 32,
-        sequence_length=32,
-        model=DecoderConfig(num_layers=2, num_heads=2, width=16),
         diloco=DilocoConfig(sync_every=6, layers_per_fragment=1, overlap_steps=2),
         checkpoint=CheckpointConfig(every_steps=2),
-        evaluation=EvaluationConfig(num_tokens=512),
-        precision="fp32",
-        trackers=(),
-        timeout_seconds=30.0,
     )
-    data = replace(asked.data, train=(str(small_corpus),), held_out_fraction=0.1, cache=folder / "data")
-    return resolved(prepare_run(replace(asked, data=data)))
 
 
 def state_of(store: str) -> RunState:
@@ -74,12 +68,6 @@ def state_of(store: str) -> RunState:
         return await Log(place, (await first_entry(place))[1]).read_all()
 
     return asyncio.run(read())
-
-
-def bodies(store: str, kind: type) -> list:
-    paths = sorted(Path(store, "log").iterdir())
-    entries = (ENTRY.open(path.read_bytes(), "").header.body for path in paths)
-    return [body for body in entries if isinstance(body, kind)]
 
 
 def wait_for(path: Path, num_lines: int = 0) -> None:
@@ -173,6 +161,17 @@ def test_each_outer_step_says_who_contributed_with_what_weight(eventful):
     assert last["a"]["tokens"] > last["b"]["tokens"] > 0
 
 
+def test_the_log_tells_the_losses_of_the_replicas_metrics(eventful):
+    state, counted = state_of(eventful.rendezvous), bodies(eventful.rendezvous, Outer)
+    losses = [line["loss"] for line in lines(eventful.runs / "a", 0)]
+    number = [member.name for member in state.members].index("a")
+    (first,) = (c for outer in counted for c in outer.contributions if c.seq == 0 and c.replica == number)
+    assert first.loss == pytest.approx(fmean(losses[: first.steps]))
+    counted_losses = [c.loss for outer in counted for c in outer.contributions if c.loss is not None]
+    assert sum(count for _, count in state.losses.parts) == len(counted_losses) > len(counted) / 2
+    assert 2 < state.losses.last(state.num_outer) < losses[0]
+
+
 def test_learning_rate_and_progress_never_go_back(eventful):
     for name in "ab":
         metrics = lines(eventful.runs / name, 0)
@@ -243,6 +242,30 @@ def test_replicas_of_other_paces_end_with_the_last_entry_of_the_log(config, tmp_
         assert parameters_hash(dict(model.named_parameters())) == expected
     assert [(total["entry"], total["closed"]) for total in totals] == [(last, True)] * 3
     assert replay.checked.closed_by == last
+    for name, total in zip("abc", totals, strict=True):
+        pace = total["num_steps"] / total["wall_seconds"]
+        own = {"a": 2, "b": 3, "c": 5}[name] * config.sequence_length * pace
+        assert total["replica_tokens_per_second"] == pytest.approx(own)
+        run_pace = replica_tail(tmp_path / name, of(run, name), 0).read().tokens_per_second
+        assert total["tokens_per_second"] == run_pace > own, "the tokens of all, while this replica trained"
+
+
+def test_a_finished_run_whose_metrics_are_damaged_ends_well(config, tmp_path, caplog):
+    run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), num_replicas=1)
+
+    def damage(metrics) -> None:
+        if metrics.step == 3:
+            with (run.directory / "metrics-0.jsonl").open("a") as file:
+                file.write("{\n")
+
+    outcome = train(run, on_step=damage)
+    assert outcome is not None and "training_loss" not in outcome.summary and summary(run.directory)["closed"]
+    (warning,) = (message for message in caplog.messages if "metrics-0" in message)
+    assert re.search(
+        r"metrics-0.jsonl, line 4, can't be read.*; the run is finished, and summary.json leaves out", warning
+    )
+    shown = summary_facts(converted(outcome.summary, Summary, source="the summary"))
+    assert not {"training loss", "tokens/s", "compute utilization"} & shown.keys(), shown
 
 
 def test_a_run_that_nobody_closes_is_summed_up_and_said(config, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """A replica's state, saved on one number of shards and taken up on another; and how far a run is."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +26,15 @@ M = 2
 SAVED, LAST = 9, 15
 
 
-def config_of(S: int, wire: str, combine: str, D: int = 1) -> TrainConfig:
+def config_of(S: int, wire: str, combine: str, D: int = 1, tensor_parallel: int = 1) -> TrainConfig:
     diloco = DilocoConfig(sync_every=6, layers_per_fragment=1, overlap_steps=(1, 5), wire=wire, combine=combine)
-    return narrow(shards_per_replica=S, ddp_per_replica=D, diloco=diloco, num_tokens=LAST * 8 * 64)
+    return narrow(
+        shards_per_replica=S,
+        tensor_parallel=tensor_parallel,
+        ddp_per_replica=D,
+        diloco=diloco,
+        num_tokens=LAST * 8 * 64,
+    )
 
 
 def begin(config: TrainConfig, folder: Path) -> tuple[World, TrainState, Checkpoints]:
@@ -60,8 +67,8 @@ def contents(state: TrainState) -> tuple[str, list]:
     ]
 
 
-def save(S: int, wire: str, combine: str, folder: Path) -> tuple:
-    config = config_of(S, wire, combine)
+def save(S: int, wire: str, combine: str, folder: Path, D: int = 1, tensor_parallel: int = 1) -> tuple:
+    config = config_of(S, wire, combine, D, tensor_parallel)
     world, state, checkpoints = begin(config, folder)
     advance(state, config, world, SAVED)
     state.save(checkpoints)
@@ -72,8 +79,8 @@ def save(S: int, wire: str, combine: str, folder: Path) -> tuple:
     return saved, losses, state.sync.outer_hash()
 
 
-def resume(S: int, wire: str, combine: str, folder: Path, D: int = 1) -> tuple:
-    config = config_of(S, wire, combine, D)
+def resume(S: int, wire: str, combine: str, folder: Path, D: int = 1, tensor_parallel: int = 1) -> tuple:
+    config = config_of(S, wire, combine, D, tensor_parallel)
     world, state, checkpoints = begin(config, folder)
     state.load(checkpoints, SAVED)
     saved = contents(state)
@@ -112,6 +119,34 @@ def test_a_state_is_taken_up_by_processes_that_share_a_batch(tmp_path):
         expected, expected_losses, _ = saved[process // 2]
         assert loaded == expected and outer_hash == resumed[0][2]
         assert losses == pytest.approx(expected_losses, abs=1e-5)
+
+
+MESHES = {"one": (1,), "tensor": (2, 1, 2), "both": (4, 1, 2), "hsdp": (2, 2)}
+"""S, D and tensor_parallel."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("both", ("one", "both", "hsdp")), ("one", ("tensor",))],
+)
+def test_a_state_is_taken_up_on_another_mesh(tmp_path, before, after):
+    """Bit for bit; losses differ by the order of sums, and not at all on the same mesh."""
+    saved = run_on(save, before, tmp_path)
+    for mesh in after:
+        resumed = run_on(resume, mesh, tmp_path)
+        for process, (loaded, losses, outer_hash) in enumerate(resumed):
+            expected, expected_losses, expected_hash = saved[process * len(saved) // len(resumed)]
+            assert loaded == expected and outer_hash == resumed[0][2]
+            assert losses == pytest.approx(expected_losses, abs=1e-5)
+            if mesh == before:
+                assert (losses, outer_hash) == (expected_losses, expected_hash)
+
+
+def run_on(function: Callable, mesh: str, folder: Path) -> list[tuple]:
+    S, *others = MESHES[mesh]
+    D = others[0] if others else 1
+    return run_replicas(function, M * S * D, S, "fp32", "gather", folder, *others, timeout_seconds=120)
 
 
 def train_alone(S: int, also_compiled: bool) -> tuple[list[float], str]:

@@ -1,6 +1,7 @@
 """A trainer's run in a store, read by those who evaluate and export it."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -138,9 +139,23 @@ def test_a_joiner_with_other_text_is_told_what_it_needs(finished_run, tmp_path):
         prepare_run(replace(config, name="b", runs=tmp_path, data=data))
 
 
-def test_text_that_is_not_the_runs_is_refused(run, finished_run, tmp_path) -> None:
-    with pytest.raises(UserError, match="does not hold the run's text: set prepared"):
+def test_the_place_of_the_runs_text_is_named_if_a_run_here_has_it(
+    run, finished_run, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepared = read_config(finished_run).data.prepared
+    assert prepared is not None
+    digest = text_facts(prepared).digest
+    with pytest.raises(
+        UserError, match=f"does not hold the run's text: set prepared to its directory .* digest {digest:.16}"
+    ):
         evaluate_run(str(run.directory))
+    shutil.copytree(finished_run, tmp_path / "runs" / "member", ignore=shutil.ignore_patterns("checkpoints"))
+    with pytest.raises(UserError, match=rf"runs/member has read it: set prepared={prepared}"):
+        evaluate_run(str(run.directory))
+
+
+def test_text_that_is_not_the_runs_is_refused(run, finished_run, tmp_path) -> None:
     index = json.loads((read_config(finished_run).data.prepared / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps(index | {"digest": "0" * 64}))
     with pytest.raises(UserError, match="holds another text than the run's"):

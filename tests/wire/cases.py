@@ -1,6 +1,7 @@
-"""The codecs and vectors that the tests share, and the two implementations of the codecs with a scale a block."""
+"""The codecs and vectors that the tests share, and the two implementations of the codecs."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import numpy as np
@@ -25,9 +26,13 @@ SPECS = UNSCALED + BLOCK_SPECS + STOCHASTIC_SPECS + SPARSE_SPECS
 IMPLEMENTATIONS = ["native", "torch"]
 
 
-def implementation(name: str) -> AbstractContextManager[object]:
-    """Let the codecs of blocks run as compiled C, or as plain torch."""
-    return nullcontext() if name == "native" else patch("diloco.wire.blocks.native", return_value=None)
+@contextmanager
+def implementation(name: str) -> Iterator[None]:
+    """Let the codecs run as compiled C, or as plain torch."""
+    with ExitStack() as stack:
+        for family in ("blocks", "floats", "sparse") if name == "torch" else ():
+            stack.enter_context(patch(f"diloco.wire.{family}.native", return_value=None))
+        yield
 
 
 @st.composite

@@ -96,7 +96,7 @@ def compare_sparse(spec: str, num: int) -> None:
     expected = wire.encode(delta_N, KEY)
     expected_N, added_N = wire.decode(expected, num, KEY), torch.linspace(-1, 1, num)
     wire.decode_into(added_N, expected, KEY, add=True)
-    with patch("diloco.wire.sparse._gpu", lambda vector_N: GpuSparse()):
+    with patch("diloco.wire.sparse._kernels", lambda vector_N: GpuSparse()):
         assert same(wire.encode(delta_N, KEY), expected), spec
         assert same(wire.decode(expected, num, KEY), expected_N), spec
         assert same(wire.decode_into(torch.linspace(-1, 1, num), expected, KEY, add=True), added_N), spec

@@ -171,6 +171,37 @@ static void drive_digest(int64_t n) {
     free(x);
 }
 
+// What sparse codecs keep, in memory of exactly its size, and hostile places.
+static void drive_sparse(int64_t n) {
+    for (int64_t k = n ? 1 : 0; k <= n; k += n / 3 + 1) {
+        int num_low = n ? 63 - __builtin_clzll((uint64_t)(n / k)) : 0;
+        int64_t num_high = n ? k + ((n - 1) >> num_low) : 0, counts[2] = {0, 0};
+        float *x = floats(n, 1), *kept = malloc(4 * k);
+        int64_t *places = malloc(8 * k), *again = malloc(8 * k);
+        uint8_t *low = bytes((k * num_low + 7) / 8), *high = calloc((num_high + 7) / 8, 1);
+        uint32_t *upper = calloc(1 << 15, 4), *lower = calloc(1 << 16, 4), bin = 0x7FFF, last = 0xFFFF;
+        int64_t left = k;
+        topk_histogram(x, n, -1, upper);
+        while (k && left > upper[bin]) left -= upper[bin--];
+        topk_histogram(x, n, (int32_t)bin, lower);
+        while (k && left > lower[last]) left -= lower[last--];
+        topk_count(x, n, bin << 16 | last, counts);
+        if (k && (counts[0] + left != k || left > counts[1])) wrong = 1, fprintf(stderr, "another threshold\n");
+        if (k) topk_select(x, 0, n, bin << 16 | last, left, kept, places);
+        places_pack(places, k, num_low, low, high);
+        int bad = places_unpack(low, high, num_high, k, num_low, n, again);
+        if (bad || memcmp(places, again, 8 * k)) wrong = 1, fprintf(stderr, "other places, %ld of %ld\n", (long)k, (long)n);
+        places_write(again, kept, k, x, 1);
+        for (int64_t i = 0; i < (num_high + 7) / 8; i++) high[i] = (uint8_t)any();
+        places_unpack(low, high, num_high, k, num_low, n, again);
+        mask_pack(x, 0, n, any(), any(), any(), k, kept);
+        mask_unpack(x, 0, n, any(), any(), any(), k, kept, (int)(k % 2));
+        uint16_t *halves = malloc(2 * n);
+        fp16_pack(x, n, halves), fp16_unpack(halves, n, x, 1), bf16_pack(x, n, halves), bf16_unpack(halves, n, x, 0);
+        free(x), free(kept), free(places), free(again), free(low), free(high), free(upper), free(lower), free(halves);
+    }
+}
+
 int main(int argc, char **argv) {
     faulty = argc > 1;
     if (argc > 2) return drive_outer_step(1283, 0), wrong;
@@ -179,7 +210,7 @@ int main(int argc, char **argv) {
             for (int n = 0; n < COUNT(LENGTHS); n++)
                 if (BLOCKS[b] * *CODECS[c].bits % 8 == 0) drive(&CODECS[c], LENGTHS[n], BLOCKS[b]);
     for (int n = 0; n < COUNT(LENGTHS); n++) drive_outer_step(LENGTHS[n], 0), drive_outer_step(LENGTHS[n], 1);
-    for (int n = 0; n < COUNT(LENGTHS); n++) drive_digest(LENGTHS[n]);
+    for (int n = 0; n < COUNT(LENGTHS); n++) drive_digest(LENGTHS[n]), drive_sparse(LENGTHS[n]);
     drive_digest(2 * 255 * 256 + 3);
     return wrong;
 }

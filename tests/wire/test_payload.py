@@ -13,7 +13,9 @@ from tests.wire.cases import (
     KEYS,
     NAMES,
     SCALED_FLOATS,
+    SPARSE_SPECS,
     SPECS,
+    UNSCALED,
     assert_same_bits,
     decode,
     encode,
@@ -48,7 +50,8 @@ def test_the_conformance_vectors(how, wire):
 
 
 @pytest.mark.parametrize(
-    ("spec", "how"), [(spec, "native") for spec in SPECS] + [(spec, "torch") for spec in BLOCK_SPECS]
+    ("spec", "how"),
+    [(spec, "native") for spec in SPECS] + [(spec, "torch") for spec in UNSCALED + BLOCK_SPECS + SPARSE_SPECS],
 )
 @settings(max_examples=25)
 @given(vector=vectors(), key=KEYS)

@@ -426,9 +426,13 @@ def flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
 def changes(config: "TrainConfig") -> dict[str, list[str]]:
     """The words after `diloco train RECIPE` that make a config of its recipe, by dotted name."""
     from diloco.training.config.config import differences
-    from diloco.training.config.recipes import recipe
+    from diloco.training.config.recipes import recipe, recipe_of
 
-    return flags({name: value for name, (_, value) in differences(recipe(config.recipe), config).items()})
+    # The words for method and number of replicas come first: the other values of a recipe may follow from them.
+    default = differences(recipe(config.recipe), config)
+    changed = {name: default[name] for name in ("method", "num_replicas") if name in default}
+    changed |= differences(recipe_of(config), config)
+    return flags({name: value for name, (_, value) in changed.items()})
 
 
 def train_command(directory: Path) -> str:

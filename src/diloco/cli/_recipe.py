@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,8 +13,9 @@ from diloco.cli._foreign import our_names
 from diloco.errors import UserError, nearest
 from diloco.models.decoder_config import DecoderConfig
 from diloco.models.hugging_face_config import HuggingFaceConfig
+from diloco.presets import METHODS
 from diloco.training.config.config import TrainConfig
-from diloco.training.config.recipes import PAPER_RECIPES, RECIPES, recipe
+from diloco.training.config.recipes import PAPER_RECIPES, RECIPES, recipe, recipe_of
 from diloco.units import count
 
 _Command = TypeVar("_Command")
@@ -32,8 +34,38 @@ def parsed_recipe(command: Callable[..., _Command], arguments: Sequence[str], *,
         SystemExit: after help, and after the list of recipes where the command line is empty.
     """
     name, flags = named_recipe(arguments, prog=prog)
-    config = recipe(name)
+    config = recipe(name, **followed(flags))
     return changed(command(config=config), config, flags, prog=prog)
+
+
+def followed(flags: Sequence[str]) -> dict[str, Any]:
+    """The method and the number of replicas that flags ask for, from which the values of a paper's recipe follow.
+
+    The parser refuses wrong values later. With a rendezvous the number of replicas is open.
+    """
+    words = [part for word in flags for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    values = {field_of(name): value for name, value in pairwise(words) if name.startswith("--")}
+    method, replicas = values.get("method"), values.get("num_replicas", "")
+    asked: dict[str, Any] = {"method": method} if method in METHODS else {}
+    is_number = replicas.isdecimal() and int(replicas) > 0 and "rendezvous" not in values
+    return asked | ({"num_replicas": int(replicas)} if is_number else {})
+
+
+def law_lines(config: TrainConfig) -> list[str]:
+    """A line about the values of a paper's recipe that a new run has from the laws; none for other recipes."""
+    if config.recipe not in PAPER_RECIPES:
+        return []
+    base, is_baseline = recipe_of(config), config.method == "data_parallel"
+    values = {
+        f"learning rate {base.optimizer.learning_rate:.3g}": config.optimizer.learning_rate
+        == base.optimizer.learning_rate,
+        f"batches of {base.global_batch} sequences": config.tokens_per_step == base.tokens_per_step,
+        f"η {base.diloco.outer_learning_rate:g}": not is_baseline
+        and config.diloco.outer_learning_rate == base.diloco.outer_learning_rate,
+    }
+    taken = ", ".join(text for text, is_taken in values.items() if is_taken)
+    whose = "Data-Parallel" if is_baseline else f"M = {base.num_replicas}"
+    return [f"{config.recipe} takes the values of {whose}: {taken}"] if taken else []
 
 
 def named_recipe(arguments: Sequence[str], *, prog: str) -> tuple[str, list[str]]:

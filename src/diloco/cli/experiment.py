@@ -1,14 +1,13 @@
 """`diloco experiment`: a grid of runs, its table, its figure, and the finding."""
 
-import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from diloco.cli._command import call, changes
+from diloco.cli._cluster import cluster_lines
+from diloco.cli._command import call
 from diloco.cli._explain import hinted
 from diloco.cli._grid import grid_progress, machines_of
 from diloco.errors import UserError
@@ -21,8 +20,6 @@ from diloco.experiments.runner.grid import LabelledRun, adopt, make_job, read_re
 from diloco.experiments.runner.machines import Machines
 from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.files import require
-from diloco.training.config.config import TrainConfig
-from diloco.training.config.forecast import fitted
 
 HELP = "the papers' experiments: diloco experiment NAME|all [--tier small|paper] [--corpus FILES]"
 ORDER = 6
@@ -44,6 +41,7 @@ def _experiment(
     cores: int | None = None,
     ray: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")] = None,
     commands: bool = False,
+    sites: int = 1,
     tabulate: bool = False,
 ) -> None:
     """Run a paper's experiments; after an interruption the same command continues, and no run is repeated.
@@ -60,8 +58,10 @@ def _experiment(
         eval_data: Files of questions for zero-shot accuracy, in experiments for which the paper reports it.
         cores: Number of cores to use at once; left out, all.
         ray: Address of a Ray cluster to run on; `auto` is the cluster that this machine belongs to.
-        commands: Run nothing, and print each run's command, to be started with torchrun on a cluster. Those of the
-            tier paper have as few shards, and as large micro-batches, as fit into 80 GB a GPU by an estimate.
+        commands: Run nothing, and print each run's command, to be started with torchrun on a cluster, after those
+            that prepare the text once for all, and before their cost. Those of the tier paper have as few shards,
+            and as large micro-batches, as fit into 80 GB a GPU by an estimate, and 8 GPUs a machine.
+        sites: With commands, the sites among which the replicas of a run are divided, where they can be.
         tabulate: Train nothing: evaluate the finished runs, and write their table and figure.
     """
     sizes = TIERS[tier](corpus, held_out)
@@ -72,8 +72,10 @@ def _experiment(
         raise UserError(
             "commands prints what to run, and tabulate what was run: leave one out", "commands", "tabulate"
         )
+    if sites < 1 or (sites > 1 and not commands):
+        raise UserError(f"sites={sites} must be at least 1, and is for commands alone", "sites", "commands")
     if commands:
-        _print_commands(experiments, output, sizes.gpu_bytes)
+        print("\n".join(cluster_lines(experiments, output, gpu_bytes=sizes.gpu_bytes, sites=sites)))
         return
     _check_eval_data(eval_data)
     machines = machines_of(cores, ray)
@@ -169,25 +171,3 @@ def _finished(one: Experiment, output: Path, tasks: tuple[Path, ...]) -> Experim
             *("tabulate", *_OF_THE_RUNS, "output"),
         )
     return replace(one, runs=runs)
-
-
-def _print_commands(experiments: Sequence[Experiment], output: Path, gpu_bytes: float | None) -> None:
-    """Print the command of each different run once, under all its labels."""
-    different: dict[str, tuple[TrainConfig, list[str]]] = {}
-    for one in experiments:
-        for run in one.runs:
-            config = make_job(run.config, output / "runs").config
-            different.setdefault(config.name, (config, []))[1].append(f"{one.name}: {run.labels}")
-    for config, labels in different.values():
-        for label in labels:
-            print(f"# {label}")
-        config = config if gpu_bytes is None else _on_gpus(config, gpu_bytes)
-        words = shlex.join(word for words in changes(config).values() for word in words)
-        print(f"torchrun --nproc-per-node {config.num_processes} -m diloco train {config.recipe} {words}")
-
-
-def _on_gpus(config: TrainConfig, gpu_bytes: float) -> TrainConfig:
-    """The same run, under the same name, in shards and passes that fit into the memory of each GPU."""
-    vocab_size = int(config.data.tokenizer.removeprefix("bpe:"))
-    chosen = fitted(replace(config, model=replace(config.model, vocab_size=vocab_size)), gpu_bytes)
-    return replace(config, micro_batch=chosen.micro_batch, shards_per_replica=chosen.shards_per_replica)

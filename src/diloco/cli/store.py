@@ -75,7 +75,7 @@ def _status(url: tyro.conf.Positional[str], json: bool = False) -> None:
     if json:
         print(json_module.dumps(dataclasses.asdict(store.status)))
     else:
-        Screen().print(section_view(store_section(store)))
+        Screen().print(section_view(store_section(store, with_charts=False)))
 
 
 def _verify(

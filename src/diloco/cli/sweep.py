@@ -18,13 +18,13 @@ from diloco.experiments.runner.grid import LabelledRun, adopt
 from diloco.experiments.runner.machines import Machines
 from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.experiments.runner.sweep import EXTENDED, Sweep, run_sweep
+from diloco.files import num_cores
 from diloco.report.terminal.screen import Screen
 from diloco.report.terminal.training import preparation_progress
 from diloco.scaling.table import read_table
 from diloco.training.config.config import TrainConfig
-from diloco.training.config.recipes import recipe
+from diloco.training.config.recipes import recipe, recipe_of
 from diloco.training.measure import flops_per_second
-from diloco.training.processes import num_cores
 from diloco.training.records.runs import running
 
 HELP = "runs over learning rate, batch, replicas: diloco sweep RECIPE --axis NAME=VALUES … [--plan]"
@@ -68,7 +68,7 @@ def run(arguments: list[str]) -> None:
 def _sweep_of(command: Command) -> Sweep:
     """The sweep that a command line describes."""
     config = command.config
-    recipe_tokens = recipe(config.recipe).num_tokens
+    recipe_tokens = recipe_of(config).num_tokens
     if config.num_tokens != recipe_tokens:
         raise UserError(
             "leave out num_tokens: the budget of a sweep's runs is tokens_per_param times their size",

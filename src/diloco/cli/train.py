@@ -13,7 +13,7 @@ import tyro
 
 from diloco.cli._command import asks_for_help, field_of, spelled
 from diloco.cli._explain import hinted
-from diloco.cli._recipe import changed, named_recipe
+from diloco.cli._recipe import changed, followed, law_lines, named_recipe
 from diloco.cli._streams import safe_streams
 from diloco.errors import UserError
 from diloco.training.config.config import TrainConfig, differences, with_value
@@ -76,7 +76,8 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
         resume = config.directory
         config = with_model_at(config, hf, lora=lora) if hf or lora else config
     elif file is not None and not asks_for_help(flags):
-        config, of_file = read_config_file(file, named, rendezvous=words.get("rendezvous"))
+        asked = followed(arguments)
+        config, of_file = read_config_file(file, named, rendezvous=words.get("rendezvous"), followed=asked)
         budget = budget or of_file
     elif named is None and "rendezvous" in words and not asks_for_help(flags) and _begins_with_flags(flags):
         from diloco.training.config.joined import joined_config
@@ -85,7 +86,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
     else:
         if named is None:
             named, flags = named_recipe(flags or arguments, prog="diloco train")
-        config = recipe(named)
+        config = recipe(named, **followed(arguments))
         if "rendezvous" in words:  # each command starts one replica
             config = replace(config, num_replicas=1)
     if (hf or lora) and resume is None:
@@ -181,7 +182,8 @@ def _start(command: Command, budget: Budget | None) -> None:
         if schedule_changes(saved, config):
             # A warm-up that is left out follows from the step that the run goes on from.
             config = with_value(config, "optimizer.warmup_steps", asked.optimizer.warmup_steps)
-        lines = [*start_lines(config, budget), *change_lines(differences(saved, config))]
+        lines = [*start_lines(config, budget), *(law_lines(asked) if resume is None else ())]
+        lines += [*change_lines(differences(saved, config))]
         if command.dry_run:
             from diloco.training.config.forecast import forecast
 
@@ -189,16 +191,18 @@ def _start(command: Command, budget: Budget | None) -> None:
             return
         file = config.directory / CONFIG_FILE
         was_there = file.exists() and resume is None  # then the run in the directory is another one
-        if speaks:
-            print("\n".join([*lines, *_addresses(config)]), flush=True)
         hint = f"go on with: {resume_command(config)}"
         lock = running(config.directory, hint=hint) if os.environ.get("RANK", "0") == "0" else nullcontext()
-        with lock, hinted(partial(_hint, config), when=lambda: file.exists() and not was_there):
+        with lock, hinted(partial(_hint, config, file), when=lambda: not was_there):
+            if speaks:
+                print("\n".join([*lines, *_addresses(config)]), flush=True)
             _train(asked, is_resume=resume is not None)
 
 
-def _hint(config: TrainConfig) -> str:
-    """The way to go on with a run that has ended too early."""
+def _hint(config: TrainConfig, file: Path) -> str:
+    """The way to go on with a run that has ended too early, or before its config file was there."""
+    if not file.exists():
+        return f"nothing is saved, and {config.directory} is not there: start again with the same command"
     from diloco.training.processes import under_a_launcher
     from diloco.training.records.checkpoints import finished_steps
 
@@ -294,3 +298,6 @@ def _replica(asked: TrainConfig, is_resume: bool) -> None:
                 progress.close()
         if progress is not None:
             print_outcome(config, outcome, console, rank=rank)
+            if outcome is not None and not rank:  # the first process has the model
+                run = shlex.quote(str(config.directory))
+                print(f"next: diloco report {run}, diloco chat {run} --serve", flush=True)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from diloco.errors import UserError
@@ -17,6 +18,9 @@ class DataConfig:
 
     train: tuple[str, ...] = ("stdlib",)
     """Sources of training text: `stdlib`, a file, glob or directory, or `hf:NAME[:CONFIG][:SPLIT]`."""
+    weights: tuple[float, ...] = ()
+    """Shares of the training text, in bytes, one per source of `train`: documents are then taken from the sources
+    in turn, and the text ends with the first source that ends; empty reads one source after the other."""
     text_field: str = "text"
     """The field, or column, that holds the text of a row of `.jsonl`, `.csv`, `.parquet` or a dataset."""
     skip_null: bool = False
@@ -37,6 +41,8 @@ class DataConfig:
     tokenizer: str = "bytes"
     """`bytes`, `bpe:SIZE` (trained on the training split), a path (`tokenizer.json`, SentencePiece `.model`), or
     the name of a repository of the Hugging Face Hub, such as `gpt2`."""
+    workers: int | None = field(default=None, metadata={"may_change_on_resume": True})
+    """Processes that parse and tokenize text; None is one per core. The tokens are the same for any number."""
     prepared: Path | None = field(default=None, metadata={"may_change_on_resume": True})
     """A directory made by `diloco data prepare`, to be read in place of the sources above."""
     cache: Path = Path("data")
@@ -45,6 +51,14 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.train:
             raise UserError("data.train names no source of training text: name one, such as stdlib", "data.train")
+        if self.weights and (len(self.weights) != len(self.train) or not all(0 < w < inf for w in self.weights)):
+            raise UserError(
+                f"data.weights={as_typed(self.weights)} must be one number above 0 per source of "
+                f"data.train={as_typed(self.train)}",
+                *("data.weights", "data.train"),
+            )
+        if self.workers is not None and self.workers < 1:
+            raise UserError(f"data.workers={self.workers} must be at least 1", "data.workers")
         if self.text_field in ("", "id"):
             raise UserError(
                 f"data.text_field={self.text_field!r} names no text: name the field that holds it",

@@ -9,7 +9,8 @@ from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
-from diloco.data.readers import SUFFIXES, Document, Reading, read_file, suffixes_of
+from diloco.data.readers import SUFFIXES, Document, Piece, Reading, given, suffixes_of
+from diloco.data.readers import pieces as pieces_of_files
 from diloco.errors import UserError
 from diloco.files import expanded, require, sha256
 from diloco.hub import check_reachable, is_offline, not_here
@@ -36,12 +37,28 @@ def documents(source: str, reading: Reading = Reading()) -> Iterator[Document]: 
     Raises:
         UserError: if nothing matches, a suffix is unknown, a file or row can't be read, or one is longer.
     """
+    return chain.from_iterable(piece.documents(reading) for piece in pieces(source, reading))
+
+
+def pieces(source: str, reading: Reading) -> Iterator[Piece]:
+    """The documents of `source`, as `documents` gives them, in pieces that are cut alike each time.
+
+    Raises:
+        UserError: as `documents` does, but for what parsing a piece refuses.
+    """
     if source == "stdlib":
-        return _stdlib()
+        return given(_stdlib())
     if source.startswith("hf:"):
-        return _hub(source, reading)
+        return given(_hub(source, reading))
     root, paths = _match(source)
-    return chain.from_iterable(read_file(path, path.relative_to(root).as_posix(), reading) for path in paths)
+    return pieces_of_files(((path, path.relative_to(root).as_posix()) for path in paths), reading)
+
+
+def num_bytes(source: str) -> int | None:
+    """Bytes of the files of a source; None where they are not known."""
+    if source == "stdlib" or source.startswith("hf:"):
+        return None
+    return sum(path.stat().st_size for path in _match(source)[1])
 
 
 def fingerprint(source: str) -> list[Any]:

@@ -1,4 +1,8 @@
-"""Files of text, opened by their suffixes and cut into documents: plain text, JSON lines, CSV, Parquet."""
+"""Files of text, opened by their suffixes and cut into documents: plain text, JSON lines, CSV, Parquet.
+
+A file is read once, from its beginning to its end, and unpacked on the way. What takes longer, to parse it and to
+tokenize it, is left to whoever gets its pieces: lines of `.jsonl` and rows of Parquet as they are, and documents.
+"""
 
 import codecs
 import csv
@@ -7,9 +11,11 @@ import io
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain, count, groupby
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol, TypeVar
 
 from diloco import files
 from diloco.data.config import DataConfig
@@ -79,16 +85,132 @@ class Reading:
         )
 
 
-def read_file(path: Path, name: str, reading: Reading) -> Iterator[Document]:
-    """The documents of a file, which are known by its name.
+PIECE_BYTES = 2**20
+"""Text of a piece, but for the end of its last document."""
+
+
+class Piece(Protocol):
+    """Some of a source's text, which one process parses and tokenizes at a time; it can be pickled."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the source's files that it comes from, about."""
+        ...
+
+    def documents(self, reading: Reading) -> Iterator[Document]:
+        """The documents of the piece.
+
+        Raises:
+            UserError: with the file's name, if a document can't be read.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Some lines of a `.jsonl`."""
+
+    path: Path
+    name: str
+    first: int
+    """Number of the first line, counted from 1."""
+    content: bytes
+    read_bytes: int
+
+    def documents(self, reading: Reading) -> Iterator[Document]:
+        """The documents of the lines."""
+        with files.reading(self.path):
+            lines = _lines(io.BytesIO(self.content), self.first, reading)
+            yield from reading.documents(lines, name=self.name, noun="line")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a Parquet file."""
+
+    path: Path
+    name: str
+    first: int
+    """Number of the first row, counted from 1."""
+    content: bytes
+    """A stream of Arrow."""
+    read_bytes: int
+
+    def documents(self, reading: Reading) -> Iterator[Document]:
+        """The documents of the rows."""
+        with files.reading(self.path):
+            batches = files.require("pyarrow", extra="data").ipc.open_stream(self.content)
+            rows = (row for batch in batches for row in batch.to_pylist())
+            yield from reading.documents(enumerate(rows, self.first), name=self.name, noun="row")
+
+
+@dataclass(frozen=True)
+class Given:
+    """Some documents that were read already."""
+
+    content: list[Document]
+
+    @property
+    def read_bytes(self) -> int:
+        """Characters of their text."""
+        return sum(len(document.text) for document in self.content)
+
+    def documents(self, reading: Reading) -> Iterator[Document]:
+        """The documents."""
+        return iter(self.content)
+
+
+def given(documents: Iterable[Document]) -> Iterator[Given]:
+    """Documents, whatever they come from, as pieces."""
+    return map(Given, _grouped(documents, lambda document: len(document.text) + _DOCUMENT_BYTES))
+
+
+_DOCUMENT_BYTES = 2**8
+"""Memory of a document without text."""
+
+_T = TypeVar("_T")
+
+
+def _grouped(items: Iterable[_T], num_bytes: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Items in groups of so many bytes; where reading them fails, those before come before the error."""
+    group, size = list[_T](), 0
+    try:
+        for item in items:
+            group.append(item)
+            size += num_bytes(item)
+            if size >= PIECE_BYTES:
+                yield group
+                group, size = [], 0
+    except Exception:
+        if group:
+            yield group
+        raise
+    if group:
+        yield group
+
+
+def pieces(named: Iterable[tuple[Path, str]], reading: Reading) -> Iterator[Piece]:
+    """The pieces of files, whose documents are known by the files' names.
 
     Raises:
-        UserError: if the file or a row can't be read.
+        UserError: if a file can't be read.
     """
-    suffixes = suffixes_of(path)
-    assert suffixes is not None, "the files of a source have known suffixes"
-    with files.reading(path), _open(path, suffixes) as file:
-        yield from _READERS[suffixes.partition(".gz")[0].partition(".zst")[0]](file, name, reading)
+    for kind, some in groupby(named, lambda one: _kind(one[0])):
+        if kind in _CUTTERS:
+            for path, name in some:
+                yield from _cut(path, name, reading)
+        else:  # files may be small, and a piece holds many
+            yield from given(chain.from_iterable(_read(path, name, reading) for path, name in some))
+
+
+def _cut(path: Path, name: str, reading: Reading) -> Iterator[Piece]:
+    with files.reading(path), path.open("rb") as raw, _unpacked(raw, path) as file:
+        yield from _CUTTERS[_kind(path)](file, raw, path, name, reading)
+
+
+def _read(path: Path, name: str, reading: Reading) -> Iterator[Document]:
+    with files.reading(path), path.open("rb") as raw, _unpacked(raw, path) as file:
+        yield from _READERS[_kind(path)](file, name, reading)
 
 
 def suffixes_of(path: Path) -> str | None:
@@ -98,15 +220,22 @@ def suffixes_of(path: Path) -> str | None:
     return suffixes if suffixes in SUFFIXES else None
 
 
-def _open(path: Path, suffixes: str) -> IO[bytes]:
-    if suffixes.endswith(".gz"):
-        return io.BufferedReader(gzip.open(path), _BUFFER_BYTES)
-    if suffixes.endswith(".zst"):
+def _kind(path: Path) -> str:
+    """The suffix of what a file holds once it is unpacked."""
+    suffixes = suffixes_of(path)
+    assert suffixes is not None, "the files of a source have known suffixes"
+    return suffixes.removesuffix(".gz").removesuffix(".zst")
+
+
+def _unpacked(raw: IO[bytes], path: Path) -> AbstractContextManager[IO[bytes]]:
+    if path.suffix.lower() == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), _BUFFER_BYTES)
+    if path.suffix.lower() == ".zst":
         # zstandard's own reader would take a file that was cut short for a whole one. This one refuses windows of
         # more than 128 MiB.
-        stream = files.require("pyarrow", extra="data").input_stream(path.open("rb"), compression="zstd")
+        stream = files.require("pyarrow", extra="data").input_stream(raw, compression="zstd")
         return io.BufferedReader(stream, _BUFFER_BYTES)
-    return path.open("rb")
+    return nullcontext(raw)
 
 
 def _read_text(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document]:
@@ -118,14 +247,18 @@ def _read_text(file: IO[bytes], name: str, reading: Reading) -> Iterator[Documen
     yield Document(name, content.decode("utf-8-sig"))
 
 
-def _read_jsonl(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document]:
-    return reading.documents(_lines(file, reading), name=name, noun="line")
+def _cut_jsonl(file: IO[bytes], raw: IO[bytes], path: Path, name: str, reading: Reading) -> Iterator[Lines]:
+    first, position = 1, 0
+    while content := file.read(PIECE_BYTES):
+        content += file.readline(reading.longest_bytes + 1)
+        yield Lines(path, name, first, content, raw.tell() - position)
+        first, position = first + content.count(b"\n"), raw.tell()
 
 
-def _lines(file: IO[bytes], reading: Reading) -> Iterator[tuple[int, Any]]:
-    number = 0
-    while line := file.readline(reading.longest_bytes + 1):
-        number += 1
+def _lines(file: IO[bytes], first: int, reading: Reading) -> Iterator[tuple[int, Any]]:
+    for number in count(first):
+        if not (line := file.readline(reading.longest_bytes + 1)):
+            return
         place = f"line {number}"
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if line.lstrip().startswith(b"[") or line.strip() == b"{":
@@ -173,37 +306,44 @@ def _csv_rows(file: IO[bytes], reading: Reading) -> Iterator[tuple[int, Any]]:
         raise reading.too_long(place) if is_long else UserError(f"{place} is not CSV: {error}") from error
 
 
-def _read_parquet(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document]:
+def _cut_parquet(file: IO[bytes], raw: IO[bytes], path: Path, name: str, reading: Reading) -> Iterator[Rows]:
     library = files.require("pyarrow.parquet", extra="data")
+    ipc = files.require("pyarrow", extra="data").ipc
+    size, first = path.stat().st_size, 1
     with library.ParquetFile(file, buffer_size=_BUFFER_BYTES) as opened:
-        rows = enumerate(_rows(opened, reading), start=1)
-        yield from reading.documents(rows, name=name, noun="row")
+        for batches in _grouped(_batches(opened, reading), lambda batch: batch.nbytes):
+            content = io.BytesIO()
+            with ipc.new_stream(content, batches[0].schema) as stream:
+                for batch in batches:
+                    stream.write_batch(batch)
+            num_rows = sum(batch.num_rows for batch in batches)
+            share = num_rows / max(opened.metadata.num_rows, num_rows)
+            yield Rows(path, name, first, content.getvalue(), round(share * size))
+            first += num_rows
 
 
-def _rows(file: Any, reading: Reading) -> Iterator[dict[str, Any]]:
-    """The text and the field `id` of each row of a Parquet file; all of a row where it has no text."""
+def _batches(file: Any, reading: Reading) -> Iterator[Any]:
+    """The text and the field `id` of the rows of a Parquet file; all of a row where it has no text."""
     names: list[str] = file.schema_arrow.names
     if names.count(reading.text_field) > 1:
         raise UserError(f"it has several columns `{reading.text_field}`: rename all but one")
     columns = [name for name in ("id", reading.text_field) if name in names]
     columns = columns if reading.text_field in names else names
-    for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns, use_threads=False):
-        yield from batch.to_pylist()
+    return file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns, use_threads=False)
 
 
 _ROWS_AT_ONCE = 64
 _BUFFER_BYTES = 2**17
 
-_READERS: dict[str, Callable[[IO[bytes], str, Reading], Iterator[Document]]] = {
-    ".txt": _read_text,
-    ".jsonl": _read_jsonl,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
+_READERS = {".txt": _read_text, ".csv": _read_csv}
+_CUTTERS: dict[str, Callable[[IO[bytes], IO[bytes], Path, str, Reading], Iterator[Piece]]] = {
+    ".jsonl": _cut_jsonl,
+    ".parquet": _cut_parquet,
 }
 
 SUFFIXES = tuple(
     suffix + packed
-    for suffix in _READERS
+    for suffix in (".txt", ".jsonl", ".csv", ".parquet")
     for packed in ("", ".gz", ".zst")
     if not (suffix == ".parquet" and packed)  # it is compressed in itself
 )

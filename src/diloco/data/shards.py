@@ -65,6 +65,8 @@ class PreparationSettings:
     """The field that holds the text of a row."""
     skip_null: bool
     """True if rows whose text is null were left out."""
+    weights: tuple[float, ...] = ()
+    """Shares of the training text per source; empty where one source follows the other."""
 
 
 @dataclass(frozen=True, kw_only=True)

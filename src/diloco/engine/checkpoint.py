@@ -220,7 +220,7 @@ def _accepted(replica: Replica, num_replicas: int, state: object) -> tuple[dict[
     flying = [fragment for fragment, *_ in checked["in_flight"]]
     if len(set(flying)) < len(flying) or not set(flying) <= set(range(replica.state.num_fragments)):
         raise UserError(f"the state has fragments {flying} in flight, each of which must be here, and only once")
-    own = replica.parameters.all_named(replica.state.at_home(OUTER))
+    own = replica.parameters.by_name
     named = in_own_names(checked, replica.state.kinds, own)
     if named["in_flight"] and named["fragments"] != _fragments_of(replica):
         raise UserError(

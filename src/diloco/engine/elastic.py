@@ -6,9 +6,10 @@ Shapes: N elements of one fragment.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from diloco.rendezvous.contract import (
     Rendezvous,
     StoredSnapshot,
 )
+from diloco.rendezvous.log.entries import MOST_LOSS
 from diloco.rendezvous.objects import decided_average, norms_of
 from diloco.schedule import Sync
 from diloco.wire.kernels.memory import empty
@@ -261,10 +263,12 @@ class ElasticMembership(Membership):
             tokens=tokens,
             steps=steps,
             position=self.joined.start + replica.tokens - self._tokens_before,
+            loss=_mean_loss(replica.losses),
             norms=norms_of(values_N, self.form, source=f"step {step}: the outer gradient of fragment {p}"),
             step=step,
             overlap=replica.settings.schedule.overlap(0),
         )
+        replica.losses.clear()
         self._errors[p] = None if flight.error_N is None else (flight.error_N, outer_digest(flight.error_N))
         payloads = tuple(payload.cpu() for payload in flight.payloads)
         self.joined.seat.offer(offer, payloads, values_N if self.form.keep_values else None)
@@ -632,6 +636,12 @@ class ElasticMembership(Membership):
                 f"more than {most_steps} at once: start this replica again under another name, which begins at "
                 "the run's outer parameters"
             )
+
+
+def _mean_loss(losses: Iterable[float | Tensor]) -> float | None:
+    """The mean of the losses that the log takes; None if there are none."""
+    taken = [loss for loss in map(float, losses) if abs(loss) <= MOST_LOSS]  # NaN is not
+    return fmean(taken) if taken else None
 
 
 def refuse_if_sent(num_sent: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from diloco.engine.elastic import (
@@ -19,7 +20,7 @@ from diloco.engine.elastic import (
     vectors_of,
 )
 from diloco.engine.outer_state import ERROR, OUTER, OuterState
-from diloco.engine.parameters import FragmentParameters, Masters, is_sharded, joined, local, sharded_like
+from diloco.engine.parameters import FragmentParameters, Masters, is_sharded, joined, local, place_of
 from diloco.engine.replica import Membership, Replica, outer_state
 from diloco.engine.settings import Settings
 from diloco.errors import ExchangeError
@@ -271,6 +272,7 @@ class GatheredParameters(FragmentParameters):
         self.group = TorchGroup(group, torch.device("cpu"))
         self.inside = Inside(group, timeout_seconds)
         """The replica's processes."""
+        self._ranks = dist.get_process_group_ranks(group)
         self.part, self.device = (0, 1), torch.device("cpu")
 
     @staticmethod
@@ -296,82 +298,68 @@ class GatheredParameters(FragmentParameters):
         self.take(fragment, step, theta_N)
 
     def give(self, fragment: int) -> Tensor:
-        """Gather θ_p, FP32 (N): every process's part of `flat`."""
+        """Gather θ_p, FP32 (N): what every process does in `flat`."""
         return self._gathered(fragment, self.theta(fragment))
 
     def take(self, fragment: int, step: int, theta_N: Tensor | None = None) -> None:
         """Take this process's shards of θ_p after a merge, which the first process has whole."""
         with super().merging(fragment, step) as theta:
-            parts = self._scattered(fragment, theta_N).split([own.numel() for own in theta])
-            for own, part_n in zip(theta, parts, strict=True):
-                own.copy_(part_n.view(own.shape))
+            for own, part in zip(theta, self._scattered(fragment, theta_N), strict=True):
+                own.copy_(part)
 
     def named(self, fragment: int, flat_N: Tensor) -> dict[str, Tensor]:
         """A fragment's flat vector (N) by parameter name: copies in host memory, sharded as the parameters are."""
         self.inside.together(Call.SCATTER, fragment)
-        shards = self.shards(fragment)
-        parts = self._scattered(fragment, flat_N).split([shard.numel() for shard in shards])
-        likes = self._by_fragment[fragment].items()
-        return {
-            name: sharded_like(part_n.view(shard.shape), like)
-            for (name, like), shard, part_n in zip(likes, shards, parts, strict=True)
-        }
+        return self._sharded(fragment, self._scattered(fragment, flat_N))
 
     def flat_of(self, fragment: int, by_name: Mapping[str, Tensor]) -> Tensor:
         """A fragment's flat FP32 vector (N), from tensors by parameter name, sharded as the parameters are."""
         self.inside.together(Call.GATHER, fragment)
-        return self._gathered(fragment, [by_name[name] for name in self._by_fragment[fragment]])
+        shards = [local(by_name[name]) for name in self._by_fragment[fragment]]
+        return self._gathered(fragment, self._parts_of(fragment, shards))
 
     def fail_together(self, another: str) -> AbstractContextManager[None]:
         """A context that fails in all processes of this replica if it fails in one, as soon as they next meet."""
         return self.inside.fail_together()
 
-    def _gathered(self, fragment: int, tensors: Iterable[Tensor]) -> Tensor:
-        """The whole of what every process has its shards of, FP32 (N)."""
-        own_n = joined(local(tensor).cpu() for tensor in tensors)
+    def _gathered(self, fragment: int, parts: Iterable[Tensor]) -> Tensor:
+        """The whole of what every process has its parts of, FP32 (N)."""
+        own_n = joined(part.cpu() for part in parts)
         if not self.inside.is_first:
             self.inside.send(own_n, 0)
             return own_n.new_empty(0)
         shapes = [self.shape_in_flat(parameter) for parameter in self._by_fragment[fragment].values()]
         whole_N = empty(sum(shape.numel() for shape in shapes), torch.float32, self.device)
-        for index, parts in enumerate(self._cut(fragment, whole_N)):
-            sizes = [part.numel() for part in parts]
-            shard_n = self.inside.receive(index, sum(sizes)) if index else own_n
-            for part, part_n in zip(parts, shard_n.split(sizes), strict=True):
-                part.copy_(part_n.view(part.shape))
+        for index, views in enumerate(self._cut(fragment, whole_N)):
+            sizes = [view.numel() for view in views]
+            part_n = self.inside.receive(index, sum(sizes)) if index else own_n
+            for view, values in zip(views, part_n.split(sizes), strict=True):
+                view.copy_(values.view(view.shape))
         return whole_N
 
-    def _scattered(self, fragment: int, whole_N: Tensor | None) -> Tensor:
-        """This process's shards (n) of what the first process has whole."""
-        if not self.inside.is_first:
-            return self.inside.receive(0, sum(shard.numel() for shard in self.shards(fragment)))
-        assert whole_N is not None, "the first process has the whole"
-        shards = self._cut(fragment, whole_N)
-        for index in range(1, len(shards)):
-            self.inside.send(joined(shards[index]), index)
-        return joined(shards[0])
+    def _scattered(self, fragment: int, whole_N: Tensor | None) -> list[Tensor]:
+        """This process's parts of what the first process has whole."""
+        shapes = [part.shape for part in self._parts_of(fragment, self.shards(fragment))]
+        if self.inside.is_first:
+            assert whole_N is not None, "the first process has the whole"
+            parts = self._cut(fragment, whole_N)
+            for index in range(1, len(parts)):
+                self.inside.send(joined(parts[index]), index)
+            own_n = joined(parts[0])
+        else:
+            own_n = self.inside.receive(0, sum(shape.numel() for shape in shapes))
+        split = own_n.split([shape.numel() for shape in shapes])
+        return [values.view(shape) for values, shape in zip(split, shapes, strict=True)]
 
     def _cut(self, fragment: int, whole_N: Tensor) -> list[list[Tensor]]:
-        """Views of every process's shards of a whole flat vector, parameter by parameter."""
-        parameters = self._by_fragment[fragment].values()
-        parts = zip(parameters, self._parts(fragment, whole_N), strict=True)
-        return [list(shards) for shards in zip(*(cut(part, parameter) for parameter, part in parts), strict=True)]
-
-
-def cut(whole: Tensor, like: Tensor) -> list[Tensor]:
-    """Views of the shards of a tensor, some of them empty, as a DTensor of its shape is cut.
-
-    Args:
-        whole: of any memory and dtype.
-        like: a DTensor on a mesh of one dimension, cut into shards.
-    """
-    assert is_sharded(like), "the model is sharded"
-    dim = like.placements[0].dim  # pyright: ignore[reportAttributeAccessIssue]
-    chunks = whole.chunk(like.device_mesh.size(), dim)
-    shards = [*chunks, *[whole.narrow(dim, 0, 0)] * (like.device_mesh.size() - len(chunks))]
-    own = shards[like.device_mesh.get_local_rank()]
-    assert own.shape == local(like).shape, "a shard is a chunk of torch.chunk"
-    return shards
+        """Views of every process's parts of a whole flat vector, parameter by parameter."""
+        views: list[list[Tensor]] = [[] for _ in self._ranks]
+        for like, whole in zip(self._by_fragment[fragment].values(), self._parts(fragment, whole_N), strict=True):
+            assert is_sharded(like), "the model is sharded"
+            for of_process, rank in zip(views, self._ranks, strict=True):
+                coordinate = (like.device_mesh.mesh == rank).nonzero()[0].tolist()
+                of_process.append(whole[place_of(like, coordinate, part=True)])
+        return views
 
 
 def sharded_membership(

@@ -1,26 +1,31 @@
 """The parameters of a model by fragment, and each fragment as one flat FP32 vector.
 
-A replica may be several processes: its parameters are DTensors then, of which each process sees the shards that it
-holds, and shard i exchanges with shard i of the other replicas. For a replica of one process, the functions at the
-end return its plain tensors.
+A replica may be several processes: its parameters are DTensors then, of which each process holds a shard. Where n
+processes hold the same shard, along a dimension of the mesh on which it is replicated, each has a *part* of it,
+one of n chunks along its first dimension. So the parts of all processes are the parameters, each element once.
+Process i of a replica exchanges its parts with process i of the others, and a merge ends with an all-gather among
+the n. For a replica of one process, the functions at the end return its plain tensors.
 
-Shapes: N elements of one fragment that this process holds.
+Shapes: N elements of one fragment of which this process has the part.
 """
 
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from diloco.engine.guards import MergeWatch, sample
 from diloco.errors import UserError
 from diloco.exchange.group import TorchGroup
-from diloco.exchange.private_torch import dtensor_like
+from diloco.exchange.private_torch import dtensor_like, timeout_seconds_of
 from diloco.exchange.transport import Group, OneProcess
 from diloco.fragments import Fragment, block_spans
 from diloco.outer.digest import parameters_hash
@@ -151,8 +156,8 @@ class FragmentParameters:
 
     @staticmethod
     def shape_in_flat(parameter: Tensor) -> torch.Size:
-        """The shape of what a flat vector holds of a parameter: this process's shard."""
-        return local(parameter).shape
+        """The shape of what a flat vector holds of a parameter: this process's part."""
+        return part_of(local(parameter), parameter).shape
 
     @property
     def has_masters(self) -> bool:
@@ -169,11 +174,14 @@ class FragmentParameters:
         return [local(parameter) for parameter in self._by_fragment[fragment].values()]
 
     def theta(self, fragment: int) -> list[Tensor]:
-        """θ_p, tensor by tensor: the masters, or where there are none, the parameters in their own memory.
+        """This process's parts of θ_p, tensor by tensor, in the memory of the masters or of the parameters.
 
         Raises:
             UserError: naming a master that is not its parameter's.
         """
+        return self._parts_of(fragment, self._theta_shards(fragment))
+
+    def _theta_shards(self, fragment: int) -> list[Tensor]:
         if self._masters is None:
             return self.shards(fragment)
         parameters = self._by_fragment[fragment]
@@ -182,15 +190,20 @@ class FragmentParameters:
             check_master(name, masters[name], parameter)
         return [local(masters[name]) for name in parameters]
 
+    def _parts_of(self, fragment: int, shards: Iterable[Tensor]) -> list[Tensor]:
+        likes = self._by_fragment[fragment].values()
+        return [part_of(shard, like) for shard, like in zip(shards, likes, strict=True)]
+
     @contextmanager
     def merging(self, fragment: int, step: int) -> Iterator[list[Tensor]]:
         """θ_p, to be changed in place by a merge after an inner step; the model has the new values at the end."""
         reshard(self._model)
         parameters, before_K = self._by_fragment[fragment], sample(self.shards(fragment))
-        theta = self.theta(fragment)
-        yield theta
+        shards = self._theta_shards(fragment)
+        yield self._parts_of(fragment, shards)
+        spread(shards, [*parameters.values()])
         if self._masters is not None:
-            named = zip(parameters.items(), theta, strict=True)
+            named = zip(parameters.items(), shards, strict=True)
             self._masters.write({name: sharded_like(master, like) for (name, like), master in named})
         self.watch.merged(fragment, step, before_K, self.shards(fragment))
         for hook in tuple(self._merge_hooks.values()):
@@ -223,12 +236,26 @@ class FragmentParameters:
         return torch.sub(outer_N, to_N, out=to_N)
 
     def named(self, fragment: int, flat_N: Tensor) -> dict[str, Tensor]:
-        """Views of a fragment's flat vector (N), by parameter name, shaped and sharded as the parameters are."""
-        parameters, parts = self._by_fragment[fragment].items(), self._parts(fragment, flat_N)
-        return {name: sharded_like(part, like) for (name, like), part in zip(parameters, parts, strict=True)}
+        """A fragment's flat vector (N) by parameter name, sharded as the parameters are: views, of whole shards.
+
+        Every process of the replica must call it.
+        """
+        return self._sharded(fragment, self._parts(fragment, flat_N))
+
+    def _sharded(self, fragment: int, parts: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Tensors by parameter name, sharded as the parameters are, from every process's parts of them."""
+        shards, named = [], self._by_fragment[fragment]
+        for part, like in zip(parts, named.values(), strict=True):
+            if is_sharded(like) and _replicated(like):
+                shards.append(part.new_empty(local(like).shape))
+                part_of(shards[-1], like).copy_(part)
+            else:
+                shards.append(part)
+        spread(shards, [*named.values()])
+        return {name: sharded_like(shard, like) for (name, like), shard in zip(named.items(), shards, strict=True)}
 
     def all_named(self, flat: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Views of the flat vectors of all fragments, given in order, by parameter name."""
+        """The flat vectors of all fragments, given in order, by parameter name, as `named`."""
         return {
             name: view
             for fragment, flat_N in enumerate(flat)
@@ -237,7 +264,7 @@ class FragmentParameters:
 
     def flat_of(self, fragment: int, by_name: Mapping[str, Tensor]) -> Tensor:
         """A fragment's flat FP32 vector (N), from tensors by parameter name, sharded as the parameters are."""
-        return joined(by_name[name] for name in self._by_fragment[fragment])
+        return joined(self._parts_of(fragment, (local(by_name[name]) for name in self._by_fragment[fragment])))
 
     def fail_together(self, another: str) -> AbstractContextManager[None]:
         """A context that fails in all shards of this replica if it fails in one; `another` is one in messages."""
@@ -364,11 +391,103 @@ def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     return hasattr(tensor, "to_local")
 
 
+def place_of(like: "DTensor", coordinate: Sequence[int], *, part: bool) -> tuple[slice, ...]:
+    """The place in the whole tensor of the shard of a process, or of its part.
+
+    Args:
+        like: cut into shards, or replicated, on each dimension of a mesh.
+        coordinate: of the process in the mesh.
+        part: the place of the part.
+    """
+    ends = [(0, size) for size in like.shape]
+    # FSDP2 cuts what tensor parallelism has cut before, and says so by a split factor.
+    order = sorted(enumerate(like.placements), key=lambda each: getattr(each[1], "split_factor", 1) > 1)
+    cuts = [(dim, placement.dim) for dim, placement in order if not placement.is_replicate()]  # pyright: ignore[reportAttributeAccessIssue]
+    for mesh_dim, dim in [*cuts, *((mesh_dim, 0) for mesh_dim in _replicated(like) if part)]:
+        start, end = ends[dim]
+        each = math.ceil((end - start) / like.device_mesh.size(mesh_dim))
+        first = min(end, start + each * coordinate[mesh_dim])
+        ends[dim] = first, min(end, first + each)
+    return tuple(slice(*each) for each in ends)
+
+
+def own_place(tensor: Tensor, *, part: bool) -> tuple[slice, ...]:
+    """The place of this process's shard in the whole tensor, or of its part."""
+    if not is_sharded(tensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this process holds a shard"
+    shard = place_of(tensor, coordinate, part=False)
+    assert tuple(each.stop - each.start for each in shard) == local(tensor).shape, (
+        "shards are chunks of torch.chunk"
+    )
+    return place_of(tensor, coordinate, part=True) if part else shard
+
+
+def _replicated(like: "DTensor") -> list[int]:
+    """The dimensions of the mesh along which several processes hold the same shard."""
+    sizes = zip(like.placements, like.device_mesh.shape, strict=True)
+    return [dim for dim, (placement, size) in enumerate(sizes) if placement.is_replicate() and size > 1]
+
+
+def part_of(shard: Tensor, like: Tensor, *, before: int | None = None) -> Tensor:
+    """This process's part of its shard, a view.
+
+    Args:
+        shard: in any memory.
+        like: the parameter, which is sharded so.
+        before: cut along the dimensions of the mesh before this one alone.
+    """
+    if is_sharded(like):
+        for dim in _replicated(like):
+            if before is None or dim < before:
+                shard = _chunks(shard, like.device_mesh.size(dim))[like.device_mesh.get_local_rank(dim)]
+    return shard
+
+
+def _chunks(shard: Tensor, number: int) -> list[Tensor]:
+    """Views of as many chunks along the first dimension, the last of which may be empty."""
+    chunks = shard.chunk(number)
+    return [*chunks, *[shard[:0]] * (number - len(chunks))]
+
+
+def spread(shards: Sequence[Tensor], likes: Sequence[Tensor]) -> None:
+    """Fill shards, of which each process has its part, from those that hold the same; all call it together.
+
+    Args:
+        shards: in any memory.
+        likes: for each the parameter, which is sharded so.
+    """
+    mesh = likes[0].device_mesh if likes and is_sharded(likes[0]) else None
+    for dim in reversed(range(mesh.ndim if mesh is not None else 0)):
+        assert mesh is not None
+        rows = [
+            _chunks(part_of(shard, like, before=dim), mesh.size(dim))
+            for shard, like in zip(shards, likes, strict=True)
+            if is_sharded(like) and dim in _replicated(like)
+        ]
+        if not rows:
+            continue
+        # The first chunk is the largest. Bytes of whole words, so that several types travel together.
+        sizes, rank = [-(-chunks[0].nbytes // 8) * 8 for chunks in rows], mesh.get_local_rank(dim)
+        mine = torch.zeros(sum(sizes), dtype=torch.uint8, device=mesh.device_type)
+        for chunks, place in zip(rows, mine.split(sizes), strict=True):
+            own = chunks[rank]
+            place[: own.nbytes].copy_(own.contiguous().view(-1).view(torch.uint8))
+        everyones = [torch.empty_like(mine) for _ in range(mesh.size(dim))]
+        dist.all_gather(everyones, mine, group=mesh.get_group(dim))
+        for index, theirs in enumerate(everyones):
+            for chunks, place in zip(rows, theirs.split(sizes), strict=True):
+                if index != rank:
+                    chunk = chunks[index]
+                    chunk.copy_(place[: chunk.nbytes].view(chunk.dtype).view(chunk.shape))
+
+
 def replica_group(parameters: Mapping[str, nn.Parameter]) -> Group:
     """The processes that hold a replica's shards.
 
     Raises:
-        UserError: if the parameters are not all cut into shards over the same processes, along one dimension.
+        UserError: if the parameters are not all cut into shards, or replicated, over the same processes.
     """
     meshes = {
         name: parameter.device_mesh if is_sharded(parameter) else None for name, parameter in parameters.items()
@@ -378,22 +497,29 @@ def replica_group(parameters: Mapping[str, nn.Parameter]) -> Group:
         if other != mesh:
             raise UserError(
                 f"parameter {name} is on {other or 'one process'}, and {first_name} on {mesh or 'one process'}: "
-                "shard the whole model over one mesh, fully_shard(model, mesh=mesh['shard'])"
+                "shard the whole model over one mesh, fully_shard(model, mesh=mesh['shard']), and give tensor "
+                "parallelism a plan for every module, such as SequenceParallel() for norms"
             )
     if mesh is None:
         return OneProcess()
-    if mesh.ndim != 1:
-        raise UserError(
-            f"parameter {first_name} is on {mesh}, of {mesh.ndim} dimensions: shard a replica along one and leave "
-            "the replicas to the engine, fully_shard(model, mesh=mesh['shard'])"
-        )
     for name, parameter in parameters.items():
-        if is_sharded(parameter) and not all(placement.is_shard() for placement in parameter.placements):
+        assert is_sharded(parameter), "all are on the mesh"
+        if any(placement.is_partial() for placement in parameter.placements):
             raise UserError(
-                f"parameter {name} is {parameter.placements} on {mesh}, which is not cut into shards: "
-                "use fully_shard(model, mesh=mesh['shard'])"
+                f"parameter {name} is {parameter.placements} on {mesh}, a sum that is not taken: redistribute it"
             )
-    return TorchGroup(mesh.get_group(), local(next(iter(parameters.values()))).device)
+        if not parameter.ndim and _replicated(parameter):
+            raise UserError(f"parameter {name} is a scalar on {mesh}: make it a vector of one element")
+    device = local(next(iter(parameters.values()))).device
+    several = [dim for dim, size in enumerate(mesh.shape) if size > 1] or [0]
+    if len(several) == 1:
+        return TorchGroup(mesh.get_group(several[0]), device)
+    seconds = timeout_seconds_of(mesh.get_group(several[0]))
+    # torch names it by its ranks and by how many groups a process has: as many in all processes of a replica.
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    group = dist.new_group(ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "this process is a member"
+    return TorchGroup(group, device)
 
 
 def reshard(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ Shapes: N elements of one fragment that this process holds.
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -174,6 +175,8 @@ class Replica:
     """Inner steps taken."""
     tokens: int = 0
     """Tokens read, as far as the training loop tells."""
+    losses: "deque[float | Tensor]" = field(default_factory=partial(deque, maxlen=1 << 10))
+    """Training losses since the last send, which the log tells; the newest ones."""
     bytes_sent: int = 0
     """Payload bytes of all shards, each destination counted."""
     bytes_received: int = 0

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Literal, SupportsIndex, cast
+from typing import Any, Literal, SupportsFloat, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from diloco.engine.parameters import FragmentParameters, Masters, gathered, is_s
 from diloco.engine.replica import Membership, Replica, outer_state
 from diloco.engine.settings import Settings, check_exchange, check_model, check_type, settings_of
 from diloco.errors import DilocoError, ExchangeError, UserError
+from diloco.exchange.private_torch import changes_of
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Abortable, Transport, fail_together
 from diloco.fragments import Fragment
@@ -169,9 +170,9 @@ class StreamingDiLoCo:
     Call `step()` after each step of the inner optimizer, or `attach(optimizer)` once, and `finish()` after the
     last. Only the values of the model's parameters change; Θ and the outer momentum are FP32 beside any dtype.
 
-    A replica may be several processes: shard the model over them (FSDP2's `fully_shard`, on a mesh of the
-    replica's own), and give each process an exchange with those that hold the same shard in the other replicas; or
-    a rendezvous, where the first process meets the other replicas, and keeps Θ whole in host memory.
+    A replica may be several processes: shard the model over them (FSDP2's `fully_shard`, `parallelize_module`, or
+    both, on a mesh of the replica's own), and give each process an exchange with those of its place in the other
+    replicas; or a rendezvous, where the first process meets the others, and keeps Θ whole in host memory.
 
         Δ_{m,p} = Θ_p − θ_{m,p};   Δ_p = (1/M) Σ_m decode(encode(Δ_{m,p}))
         Θ_p ← OuterOpt(Θ_p, Δ_p);  θ_{m,p} ← α θ_{m,p} + (1 − α) Θ_p
@@ -280,12 +281,14 @@ class StreamingDiLoCo:
         if self._is_watched and sys.exc_info()[0] is None:  # else an error is being handled, which says more
             self._warn_of_the_end()
 
-    def step(self, *, tokens: int | None = None) -> tuple[OuterStep, ...]:
+    def step(self, *, tokens: int | None = None, loss: float | Tensor | None = None) -> tuple[OuterStep, ...]:
         """Count an inner step, send the fragments that are due, merge those whose overlap has passed.
 
         Args:
             tokens: how many this replica, all of its processes together, has read in the step, added to `tokens`:
                 the weight of what it has learnt, which a rendezvous needs.
+            loss: the replica's training loss in the step; where replicas come and go the log tells it to people.
+                A tensor is read when something is sent, and may lie on a GPU.
 
         Returns:
             The outer steps that were taken; none on most steps.
@@ -306,6 +309,8 @@ class StreamingDiLoCo:
         if self._loads.pending:
             self._loads.check()
         num_tokens = _checked_tokens(tokens)
+        if loss is not None:
+            self._replica.losses.append(_checked_loss(loss))
         if self._is_first_step:
             self._is_first_step = False
             self._warn_of_buffers()
@@ -548,7 +553,7 @@ class StreamingDiLoCo:
 
     def _count_changes(self) -> int:
         """The number of operations that have changed the model's parameters in place."""
-        return sum(parameter._version for parameter in self._replica.parameters.by_name.values())
+        return sum(map(changes_of, self._replica.parameters.by_name.values()))
 
     def _warn_of_the_end(self) -> None:
         """Name the line that a loop lacks if work is lost with this engine; once, and not after its own error."""
@@ -632,6 +637,19 @@ def _checked_tokens(tokens: object) -> int:
     if not isinstance(tokens, SupportsIndex) or operator.index(tokens) < 0:
         raise UserError(f"tokens must be a whole number of 0 or more, not {tokens!r}", "tokens")
     return operator.index(tokens)
+
+
+def _checked_loss(loss: object) -> float | Tensor:
+    """The training loss of an inner step.
+
+    Raises:
+        UserError: for what is not a number.
+    """
+    if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
+        return loss.detach().clone()
+    if isinstance(loss, SupportsFloat) and not isinstance(loss, Tensor):
+        return float(loss)
+    raise UserError(f"loss must be a number, or a tensor of one, not {loss!r}", "loss")
 
 
 def _counters(membership: Membership) -> dict[str, float]:

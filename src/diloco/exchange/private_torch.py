@@ -32,6 +32,11 @@ def timeout_seconds_of(group: dist.ProcessGroup) -> float:
     return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
 
 
+def changes_of(tensor: Tensor) -> int:
+    """The number of operations that have changed a tensor in place."""
+    return tensor._version
+
+
 def dtensor_like(part: Tensor, like: "DTensor") -> "DTensor":
     """A DTensor that is sharded as `like` is, from this process's shard in any memory and of any dtype.
 

@@ -6,6 +6,7 @@ Shapes: B sequences, T tokens, D width, H heads, K = D/H elements per head, V vo
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,9 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
 from diloco.models.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class KeyValueCache:
@@ -57,6 +61,12 @@ class Decoder(LanguageModel):
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width, bias=False)
         self._initialise(seed)
+
+    def parallelize(self, mesh: "DeviceMesh") -> None:
+        """Cut the heads, the hidden units and the vocabulary over the processes of a mesh of one dimension."""
+        from diloco.models.decoder_parallel import parallelize  # with DTensors, which take a second to import
+
+        parallelize(self, mesh)
 
     def new_cache(self) -> KeyValueCache:
         """An empty cache."""

@@ -47,6 +47,19 @@ class DecoderConfig(ModelConfig):
             seed=seed,
         )
 
+    def check_tensor_parallel(self, number: int) -> None:
+        """Refuse a number of processes that does not divide the heads.
+
+        Raises:
+            UserError: with both numbers.
+        """
+        if self.num_heads % number:
+            raise UserError(
+                f"tensor_parallel={number} must divide model.num_heads={self.num_heads}: each process has whole "
+                "heads",
+                *("tensor_parallel", "model.num_heads"),
+            )
+
     @property
     def num_matrix_params(self) -> int:
         """12·L·D² + V·D, all parameters but the gains of norms.

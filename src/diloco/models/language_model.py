@@ -5,12 +5,15 @@ Shapes: B sequences, T tokens, V vocabulary, R rows taken from B.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
 from diloco.models.cross_entropy import cross_entropy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @runtime_checkable
@@ -40,6 +43,13 @@ class LanguageModel(nn.Module):
     def new_cache(self) -> Cache | None:
         """An empty cache, with which text is written and zero-shot tasks are scored; None if there is none."""
         return None
+
+    def parallelize(self, mesh: "DeviceMesh") -> None:
+        """Cut the matrices over the processes of a mesh of one dimension, which compute on the same tokens.
+
+        Every parameter is a DTensor on the mesh then; a family has it that `check_tensor_parallel` lets through.
+        """
+        raise NotImplementedError
 
     def loss(
         self, logits_BxTxV: Float[Tensor, "B T V"], targets_BxT: Int64[Tensor, "B T"], z_loss: float = 0.0

@@ -91,6 +91,19 @@ class ModelConfig(ABC):
             )
         return replace(self, vocab_size=self.vocab_size or vocab_size)
 
+    def check_tensor_parallel(self, number: int) -> None:
+        """Refuse to compute each matrix on as many processes together; a family that can does not.
+
+        Raises:
+            UserError: with the remedy.
+        """
+        if number > 1:
+            raise UserError(
+                f"tensor_parallel={number} with a model of {self.family}, which has no plan for it: leave it out, "
+                "and raise shards_per_replica",
+                *("tensor_parallel", "shards_per_replica"),
+            )
+
     @property
     @abstractmethod
     def num_matrix_params(self) -> int:

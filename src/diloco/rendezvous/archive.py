@@ -84,6 +84,8 @@ def _contradiction(index: Index, number: int) -> str:
         return "a replica has a slot that the run has not"
     if len(state.fragments) != state.rules.num_fragments:
         return f"it has {len(state.fragments)} fragments"
+    if not state.losses.fit(state.num_outer):
+        return f"its losses are not those of {state.num_outer} outer steps"
     if any(ref.body.fragment != p for p, log in enumerate(state.fragments) for ref in log.since):
         return "it has an outer entry in the place of another fragment's"
     return "" if all(ref.body.contributions for ref in refs) else "it has an outer entry without contributions"

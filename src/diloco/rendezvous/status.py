@@ -135,6 +135,10 @@ class RunStatus:
     """Counted inner steps of all replicas, on average over the fragments."""
     finished: bool
     """True if an entry closes the run."""
+    training_loss: float | None
+    """Mean of the last 5 % of the outer steps; None if no replica tells losses."""
+    losses: tuple[tuple[int, float], ...]
+    """Mean training losses of equal parts of the run, each after the number of outer steps up to its end."""
     replicas: tuple[ReplicaStatus, ...]
     last: int
     """Number of outer steps over which averages are taken: the last ones."""
@@ -169,6 +173,8 @@ def status_of(state: RunState, form: Form, *, num_slots: int) -> RunStatus:
         tokens=state.tokens // num_fragments,
         steps=sum(member.steps for member in state.members) // num_fragments,
         finished=bool(state.closed),
+        training_loss=state.losses.last(state.num_outer),
+        losses=state.losses.curve(state.num_outer),
         replicas=tuple(_replica(state, number, last) for number in range(len(state.members))),
         last=len(last),
         contributors=sum(len(ref.body.contributions) for ref in last) / max(1, len(last)),

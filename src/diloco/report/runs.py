@@ -39,7 +39,7 @@ _MOST_OPEN = 4
 _MOST_TIMELINES = 8
 """Replicas whose sends and merges are drawn."""
 _TOKENS = "tokens of all replicas"
-_NATS = "nats per token"
+NATS = "nats per token"
 _RATE = "Mbit/s"
 
 
@@ -96,6 +96,8 @@ def summary_facts(summary: Summary) -> dict[str, str]:
             _DATA_PARALLEL: data_parallel_bytes or None,
         }
     )
+    if "tokens/s" in facts and summary.replica_tokens_per_second is not None:
+        facts["tokens/s"] += f" of all replicas, {summary.replica_tokens_per_second:,.0f} of this one"
     if summary.eval_standard_error is not None:
         facts["held-out loss"] += f" ± {summary.eval_standard_error:.4f}"
     trained, total = summary.num_trained_params, sum(part.tokens for part in summary.contributors.values())
@@ -343,7 +345,7 @@ def loss_charts(runs: Sequence[_Named]) -> list[Chart]:
         Chart(
             title="Training loss",
             x=_TOKENS,
-            y=_NATS,
+            y=NATS,
             series=_means(runs, _loss, LOSS, lambda steps: steps.loss, lambda run: run.loss),
             about="Error in predicting the text that is trained on; lower is better. The number is the "
             f"{_MEANINGS[LOSS]}.",
@@ -351,7 +353,7 @@ def loss_charts(runs: Sequence[_Named]) -> list[Chart]:
         Chart(
             title="Held-out loss",
             x=_TOKENS,
-            y=_NATS,
+            y=NATS,
             series=held_out,
             about="The same error of the shared outer parameters on text that is not trained on; lower is better.",
         ),

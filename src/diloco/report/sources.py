@@ -124,15 +124,6 @@ class Sources:
     def page(self, *, with_charts: bool = True) -> Page:
         """The page after the last look."""
         names = labels([run.directory.absolute().name for run in self.runs], [run.config for run in self.runs])
-        sections = [
-            store_section(store, [run for run in self.runs if _is_of(run, store)], with_charts=with_charts)
-            for store in self.stores
-        ]
+        sections = [store_section(store, with_charts=with_charts) for store in self.stores]
         sections += run_sections(self.runs, names, with_charts=with_charts, command_of=self._command_of)
         return Page(note=self.note, sections=sections)
-
-
-def _is_of(run: RunTail, store: StoreTail) -> bool:
-    """True if a run's directory is that of a replica of a store's run."""
-    place = None if run.config is None else run.config.rendezvous
-    return place is not None and place.rstrip("/") == store.url.rstrip("/")

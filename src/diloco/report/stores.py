@@ -5,7 +5,7 @@ steps, since the log has no clock.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,11 @@ from diloco.errors import DilocoError, UserError
 from diloco.rendezvous.prices import PROVIDERS, Traffic, polling
 from diloco.rendezvous.status import Look, RunStatus, Timeline, binned
 from diloco.report.page import Chart, Lane, Section, Series, Table
-from diloco.report.runs import loss_charts
+from diloco.report.runs import LOSS, NATS
 from diloco.report.setup import config_setup
-from diloco.report.text import duration, megabytes, rounded
+from diloco.report.text import duration, megabytes, rounded, sparkline
 from diloco.training.records.store_runs import config_of
-from diloco.training.records.tail import RunTail
+from diloco.training.records.tail import LOSS_MEANING
 
 _ENTRIES_A_LOOK = 2000
 _MOST_FRAGMENTS = 24
@@ -25,6 +25,7 @@ _MOST_LANES = 40
 _MOST_POINTS = 256
 _MOST_ROWS = 100
 _OUTER_STEPS = "outer steps of all fragments"
+_LOSS_MEANING = LOSS_MEANING.replace("steps", "outer steps")
 _DAY_SECONDS = 86400.0
 _POLL_SECONDS = 0.5
 """Time between two looks of a replica into a bucket, by default."""
@@ -135,14 +136,8 @@ class StoreTail:
         return "running" if self.status.num_active else "no replica is active"
 
 
-def store_section(store: StoreTail, runs: Sequence[RunTail] = (), *, with_charts: bool = True) -> Section:
-    """The section of a store's run.
-
-    Args:
-        store: the store.
-        runs: the directories of its replicas that are looked at, too: they hold the losses.
-        with_charts: make the charts.
-    """
+def store_section(store: StoreTail, *, with_charts: bool = True) -> Section:
+    """The section of a store's run, with charts or without, where a line of text shows the loss."""
     status, timeline = store.status, store.timeline
     if status is None:
         return Section(title=store.url, standing=store.standing)
@@ -151,14 +146,12 @@ def store_section(store: StoreTail, runs: Sequence[RunTail] = (), *, with_charts
         notes.append("A replica that became inactive without leaving counts as dead.")
     charts: list[Chart] = []
     if with_charts and timeline is not None and timeline.contributors:
-        named = [(run.directory.name, index, run) for index, run in enumerate(runs) if run.last is not None]
-        losses = loss_charts(named) if named else []
-        charts = [chart for chart in losses if any(len(one.points) > 1 for one in chart.series)] + _charts(
-            timeline
-        )
-        if not named:
-            notes.append("The log holds no losses: name the directory of a replica, too, to see that replica's.")
+        charts = [*_loss_chart(status), *_charts(timeline)]
     facts = _facts(status, timeline, _per_second(store, lambda status: status.tokens))
+    if not with_charts and len(status.losses) > 1:
+        facts = {"loss so far": sparkline([loss for _, loss in status.losses])} | facts
+    if status.training_loss is not None:
+        facts = {LOSS: f"{_loss_text(status)}, {_LOSS_MEANING}"} | facts
     if store.part is not None:
         facts = {"part of the run": f"{store.part:.1%}"} | facts
     if store.eta_seconds is not None:
@@ -179,8 +172,8 @@ def store_section(store: StoreTail, runs: Sequence[RunTail] = (), *, with_charts
 
 
 _MAIN = (
-    *("part of the run", "tokens counted", "tokens/s", "replicas active", "outer steps", "contributors, mean"),
-    *("up, about", "down, about"),
+    *("part of the run", LOSS, "tokens counted", "tokens/s", "replicas active", "outer steps"),
+    *("contributors, mean", "up, about", "down, about"),
 )
 """Facts that a page shows large."""
 
@@ -274,6 +267,26 @@ def _table(store: StoreTail, status: RunStatus, timeline: Timeline | None) -> Ta
 
 def _steps(number: int, status: RunStatus) -> int:
     return sum(replica.steps for replica in status.replicas if replica.number == number)
+
+
+def _loss_text(status: RunStatus) -> str:
+    return "" if status.training_loss is None else f"{status.training_loss:.4f}"
+
+
+def _loss_chart(status: RunStatus) -> list[Chart]:
+    """The curve of the training loss, if replicas tell it."""
+    if len(status.losses) < 2:
+        return []
+    return [
+        Chart(
+            title="Training loss",
+            x=_OUTER_STEPS,
+            y=NATS,
+            about="Error in predicting the text that is trained on, the mean over an outer step's contributors; "
+            f"lower is better. The number is the {_LOSS_MEANING}.",
+            series=[Series(label="", color=0, points=status.losses, value=_loss_text(status))],
+        )
+    ]
 
 
 def _charts(timeline: Timeline) -> list[Chart]:

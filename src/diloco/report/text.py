@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from diloco.training.config.config import TrainConfig, fields_with, hyperparameters, is_within
 
@@ -120,6 +121,22 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A curve in one line of at most 40 characters, between its first and its last value.
+
+    >>> sparkline([4.0, 2.0, 1.0])
+    '4.00 █▃▁ 1.00'
+    """
+    size = -(-len(values) // _MOST_MARKS)
+    means = [fmean(values[start : start + size]) for start in range(0, len(values), size)]
+    low, high = min(means), max(means)
+    levels = [round((len(_MARKS) - 1) * (mean - low) / (high - low)) if high > low else 0 for mean in means]
+    return f"{values[0]:.2f} {''.join(_MARKS[level] for level in levels)} {values[-1]:.2f}"
+
+
+_MARKS, _MOST_MARKS = "▁▂▃▄▅▆▇█", 40
 
 
 def megabytes(num_bytes: float) -> str:

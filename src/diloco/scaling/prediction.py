@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from diloco.errors import UserError
+from diloco.scaling.hyperparameters import nearest_power_of_two, outer_learning_rate, published_law
 from diloco.scaling.laws import TOKENS_PER_PARAM, Kind, Laws
-from diloco.scaling.power_laws import JOINT, LAWS, SEQUENCE_LENGTH, Estimate, PowerLaw, PowerLawFit
+from diloco.scaling.power_laws import SEQUENCE_LENGTH, Estimate, PowerLawFit
 from diloco.scaling.table import PUBLISHED_PARAMS, Point
-
-DEFAULT_OUTER_LEARNING_RATE = 0.4
 
 
 def predict(
@@ -26,7 +25,8 @@ def predict(
     Args:
         num_params: N.
         num_replicas: M; 0 is Data-Parallel.
-        fit: joint or independent; None is joint for M ≥ 1.
+        fit: joint or independent; None is joint for M ≥ 1; published hyperparameters are then those of M's own
+            law where there is one, as in the recipes.
         laws: from a table; None is the published one.
         overtraining: tokens as a multiple of 20·N; it changes the budget and the steps only.
 
@@ -41,11 +41,11 @@ def predict(
         raise UserError(
             f"num_replicas must be at least 1, or 0 for Data-Parallel, not {num_replicas}", "num_replicas"
         )
-    laws = laws or Laws()
+    laws, asked = laws or Laws(), fit
     fit = fit or ("joint" if num_replicas > 0 else "independent")
     law = laws.fit("loss", num_replicas, fit)
     rate, batch = (
-        _hyperparameter(laws, quantity, num_params, num_replicas, fit)
+        _hyperparameter(laws, quantity, num_params, num_replicas, fit if laws.has(quantity) else asked)
         for quantity in ("learning_rate", "batch_tokens")
     )
     tokens = TOKENS_PER_PARAM * num_params * overtraining
@@ -138,17 +138,21 @@ def _borrowed(laws: Laws, num_params: float, estimates: dict[str, dict[str, Any]
                 yield f"the table has no {quantity}, and the published law of 35M to 2.4B parameters is far off"
 
 
-def _hyperparameter(laws: Laws, quantity: str, num_params: float, num_replicas: int, kind: Kind) -> dict[str, Any]:
-    if laws.has(quantity):
+def _hyperparameter(
+    laws: Laws, quantity: str, num_params: float, num_replicas: int, kind: Kind | None
+) -> dict[str, Any]:
+    if kind is not None and laws.has(quantity):
         law = laws.fit(quantity, num_replicas, kind)
         return _rounded(quantity, law.predict(num_params, num_replicas)._asdict())
-    if kind == "independent" and num_replicas not in LAWS[quantity]:
-        reason = f"the table has no {quantity}, and no published law is there for M = {num_replicas}"
+    try:
+        published = published_law(quantity, num_replicas, kind)
+    except UserError as error:
+        reason = f"the table has no {quantity}, and {error}"
         return _rounded(quantity, {"value": None, "low": None, "high": None, "reason": reason})
-    published: PowerLaw = JOINT[quantity] if kind == "joint" else LAWS[quantity][num_replicas]
     unit = SEQUENCE_LENGTH if quantity == "batch_tokens" else 1
-    value = unit * published(num_params, num_replicas)
-    reason = "the published coefficients come without the data behind them"
+    value = unit * published(num_params, max(1, num_replicas))
+    which = "joint" if published.replicas_exponent is not None else f"that of M = {num_replicas}"
+    reason = f"the published law, {which}, whose coefficients come without the data behind them"
     return _rounded(quantity, Estimate(value, reason=reason)._asdict())
 
 
@@ -157,7 +161,7 @@ def _rounded(quantity: str, estimate: dict[str, Any]) -> dict[str, Any]:
     if quantity != "batch_tokens":
         return estimate
     tokens = estimate["value"]
-    return estimate | {"power_of_two": None if tokens is None else 2 ** max(0, round(math.log2(tokens)))}
+    return estimate | {"power_of_two": None if tokens is None else nearest_power_of_two(tokens)}
 
 
 def _outer_learning_rate(laws: Laws, num_replicas: int) -> dict[str, Any]:
@@ -168,7 +172,8 @@ def _outer_learning_rate(laws: Laws, num_replicas: int) -> dict[str, Any]:
     if not excess:
         known = ", ".join(f"{m}" for m in sorted({p.replicas for p in runs}))
         why = f"the table has rates for M = {known}" if known else "the paper prints no number"
-        return Estimate(DEFAULT_OUTER_LEARNING_RATE, reason=f"a default, not a fit: {why}")._asdict()
+        reason = f"a default, not a fit: the best of our sweep of 0.1M to 0.3M parameters, as {why}"
+        return Estimate(outer_learning_rate(num_replicas), reason=reason)._asdict()
     best, *others = sorted(excess, key=lambda rate: excess[rate][0])
     if not others:
         return Estimate(best, reason=f"the only one tried with M = {num_replicas}")._asdict()

@@ -75,7 +75,7 @@ class DataParallel:
             torch.cuda.current_stream().synchronize()
         return time.perf_counter()
 
-    def step(self, *, tokens: int | None = None) -> tuple[OuterStep, ...]:
+    def step(self, *, tokens: int | None = None, loss: float | Tensor | None = None) -> tuple[OuterStep, ...]:
         """Count a step; there is no outer step."""
         self.num_steps += 1
         self.bytes_sent += self._step_bytes

@@ -1,5 +1,6 @@
 """The training loop of one process of a replica."""
 
+import logging
 import os
 import time
 from collections import deque
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from diloco.data.sampling import Batches, Sampler, SlotSampler
 from diloco.data.shards import TokenShards, open_split
-from diloco.errors import ExchangeError, TrainingError
+from diloco.errors import ExchangeError, FileError, TrainingError
 from diloco.exchange.transport import agree, fail_together, share
 from diloco.integrations.trackers import tracker
 from diloco.training.config.config import TrainConfig, hyperparameters
@@ -34,7 +35,7 @@ from diloco.training.records.summary import (
     evaluate,
     open_held_out,
 )
-from diloco.training.records.tail import replica_tail
+from diloco.training.records.tail import ReplicaSteps, replica_tail
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import BegunStep, begin_step, end_step
 from diloco.training.stopping import Stop, stoppable
@@ -42,6 +43,8 @@ from diloco.training.world import World, join
 
 if TYPE_CHECKING:
     from diloco.rendezvous.store_rendezvous import StoreRendezvous
+
+_LOG = logging.getLogger("diloco")
 
 
 @contextmanager
@@ -236,14 +239,29 @@ class _Run:
         return outcome
 
     def _means(self) -> dict[str, float]:
-        """Training loss and compute utilization, the means over the replicas, by their metrics of all steps."""
-        own: list[float] = []
-        if self.log is not None:
-            steps = replica_tail(self.config.directory, self.config, self.world.replica).read()
-            own = [steps.loss, steps.compute_utilization] if steps.last else []
+        """Training loss and compute utilization, the means over the replicas, by their metrics of all steps.
+
+        Where replicas come and go, also the tokens per second of all of them, while this one trained.
+        """
+        steps = self._own_steps()
+        own = [] if steps is None else [steps.loss, steps.compute_utilization]
         of_replicas = [values for values in share(self.world.everyone, own, list[float]) if values]
         means = map(fmean, zip(*of_replicas, strict=True))
-        return dict(zip(("training_loss", "compute_utilization"), means, strict=False))
+        results: dict[str, float] = dict(zip(("training_loss", "compute_utilization"), means, strict=False))
+        if self.world.rendezvous is not None and steps is not None and steps.tokens_per_second is not None:
+            results["tokens_per_second"] = steps.tokens_per_second
+        return results
+
+    def _own_steps(self) -> ReplicaSteps | None:
+        """The replica's metrics of all steps, in its first process; None if their file is damaged."""
+        if self.log is None:
+            return None
+        try:
+            steps = replica_tail(self.config.directory, self.config, self.world.replica).read()
+        except FileError as error:
+            _LOG.warning("%s; the run is finished, and %s leaves out this replica's metrics", error, SUMMARY_FILE)
+            return None
+        return steps if steps.last else None
 
 
 @contextmanager
@@ -315,14 +333,14 @@ def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, HeldOu
 def open_batches(config: TrainConfig, world: World, corpus: TokenShards, *, after_step: int = 0) -> Batches:
     """This process's share of every batch; with a rendezvous, those of its slot after a step."""
     num_windows, seed = corpus.num_windows(config.sequence_length), config.seed
-    ranks = {"rank": world.rank, "num_ranks": world.num_ranks}
+    ranks = {"rank": world.reader, "num_ranks": world.num_readers}
     if (rendezvous := world.rendezvous) is not None:
         slot, start = world.of_first(2, lambda: (rendezvous.slot, rendezvous.start))
         windows = partial(
             SlotSampler(num_windows=num_windows, seed=seed).of_step,
             slot=slot,
             first=start // config.sequence_length,
-            size=config.process_batch * world.num_ranks,
+            size=config.process_batch * world.num_readers,
             after_step=after_step,
             **ranks,
         )

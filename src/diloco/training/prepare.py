@@ -18,7 +18,7 @@ from diloco.schedule import Schedule
 from diloco.schema import checked_name
 from diloco.training.config.config import TrainConfig, differences
 from diloco.training.config.engine_settings import check_sends, checked_settings
-from diloco.training.config.recipes import recipe
+from diloco.training.config.recipes import recipe_of
 from diloco.training.config.resolve import Budget, check_model, resolved, with_budget, with_method_values
 from diloco.training.processes import under_a_launcher
 from diloco.training.records.runs import check_text, check_unclaimed, resume_config
@@ -135,7 +135,7 @@ def refuse_what_means_nothing(asked: TrainConfig) -> None:
     Raises:
         UserError: naming the field.
     """
-    changed = differences(recipe(asked.recipe), asked) if asked.recipe else {}  # of a run that is joined
+    changed = differences(recipe_of(asked), asked) if asked.recipe else {}  # of a run that is joined
     if asked.method == "data_parallel":
         unused = [name for name in changed if name.startswith("diloco.")]
         if unused:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from diloco.errors import DilocoError, ExchangeError, FileWriteError, ReplicaFailedError, exit_code_of
+from diloco.files import num_cores
 
 if TYPE_CHECKING:
     from diloco.training.config.config import TrainConfig
@@ -58,7 +59,8 @@ def slow_imports(config: "TrainConfig") -> tuple[str, ...]:
     if config.rendezvous is not None:
         modules = (*modules, "diloco.rendezvous.store_rendezvous")
     if config.shards_per_replica > 1:
-        return (*modules, "torch._dynamo", "torch.distributed.fsdp")
+        cut = ("torch.distributed.tensor.parallel",) if config.tensor_parallel > 1 else ()
+        return (*modules, "torch._dynamo", "torch.distributed.fsdp", *cut)
     needs_dynamo = config.method == "data_parallel" or config.ddp_per_replica > 1 or config.compile
     return (*modules, "torch._dynamo") if needs_dynamo else modules
 
@@ -477,11 +479,6 @@ _SECONDS_TO_STOP = 600
 """Time for processes to save their work; they bound each wait for others themselves."""
 _SECONDS_TO_LEAVE = 30.0
 _SECONDS_TO_END = 5.0
-
-
-def num_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _environment(rank: int, num_processes: int, store: str) -> dict[str, str]:

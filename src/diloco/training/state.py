@@ -1,5 +1,6 @@
 """The one state object: everything of a replica that resumes, exchanges in flight included."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -135,8 +136,8 @@ class Synchronizer(Protocol):
         """Seconds in which training waited for the network."""
         ...
 
-    def step(self, *, tokens: int | None = None) -> Sequence[OuterStep]:
-        """Count an inner step on so many tokens, send and merge what is due; returns the outer steps taken."""
+    def step(self, *, tokens: int | None = None, loss: float | Tensor | None = None) -> Sequence[OuterStep]:
+        """Count an inner step, send and merge what is due; returns the outer steps taken."""
         ...
 
     def finish(self, *, close: bool = False) -> Sequence[OuterStep]:
@@ -297,12 +298,11 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     )
     see_to_its_end(engine)
     if world.rendezvous is not None:
-        own_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
-        progress = ElasticProgress(engine, world, num_tokens=config.num_tokens, own_tokens=own_tokens)
+        progress = ElasticProgress(engine, world, num_tokens=config.num_tokens, own_tokens=config.replica_tokens)
         return TrainState(model, forward, optimizer, inner, micro_batch, engine, progress)
     mean_loss = MeanLoss(world.exchange, max_overlap=settings.schedule.max_overlap)
     state = TrainState(model, forward, optimizer, inner, micro_batch, engine, fixed, mean_loss=mean_loss)
-    if config.ddp_per_replica > 1:
+    if config.ddp_per_replica > 1 and world.mesh is None:
         assert isinstance(world.group, TorchGroup), "a replica is several processes"
         state.forward = inside = data_parallel(forward, world.group.group)
         settle_buckets(inside, batch, autocast=world.autocast)
@@ -326,7 +326,13 @@ def _shard(model: LanguageModel, world: World) -> None:
     from torch.distributed.fsdp import fully_shard  # takes a second to import
 
     assert world.mesh is not None, "a replica is several processes"
+    names = world.mesh.mesh_dim_names or ()
+    # It warns of sums along one dimension after another, as that of the gradient norm is.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    if "tensor" in names:
+        model.parallelize(world.mesh["tensor"])
     for module in (*model.blocks, model):
         # What is gathered for a pass is given up after it, so that the engine and the optimizer, which change
         # the shards, never leave it stale.
-        fully_shard(module, mesh=world.mesh["shard"], reshard_after_forward=True)
+        mesh = world.mesh[("copy", "shard") if "copy" in names else "shard"]
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)

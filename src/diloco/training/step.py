@@ -65,8 +65,9 @@ def begin_step(
     """
     sync, step = state.sync, state.step + 1
     blocked_before, sent_before, received_before = sync.blocked_seconds, sync.bytes_sent, sync.bytes_received
-    loss_and_norm = begin_to_host(begin_inner_step(state, batch, world, rate))
-    outer_steps = [*sync.step(tokens=batch[:, 1:].size * world.num_ranks)]
+    loss_and_norm = begin_inner_step(state, batch, world, rate)
+    read_loss_and_norm = begin_to_host(loss_and_norm)
+    outer_steps = [*sync.step(tokens=batch[:, 1:].size * world.num_readers, loss=loss_and_norm[0])]
     sends = sync.bytes_sent > sent_before
     state.took(step)
     if state.is_over:
@@ -81,7 +82,7 @@ def begin_step(
         step=step,
         tokens=state.standing.tokens,
         learning_rate=rate,
-        read_loss_and_norm=loss_and_norm,
+        read_loss_and_norm=read_loss_and_norm,
         read_blocked=begin_to_host(blocked),
         bytes_sent=sync.bytes_sent - sent_before,
         bytes_received=sync.bytes_received - received_before,

@@ -67,7 +67,7 @@ def meeting(config: TrainConfig) -> Iterator["StoreRendezvous"]:
             num_shares=elastic.num_shares,
             num_slots=elastic.num_slots,
             max_local_steps=elastic.max_local_steps,
-            step_tokens=config.process_batch * config.processes_per_replica * config.sequence_length,
+            step_tokens=config.replica_tokens,
             timeout_seconds=config.timeout_seconds,
             facts=facts_with_rendezvous(config) | text_facts(config.data.prepared).shared,
         )
@@ -255,7 +255,8 @@ class World:
     everyone: Transport
     """The exchange with all processes, in the order of their ranks; `exchange` if a replica is one process."""
     mesh: DeviceMesh | None
-    """Replicas × shards; None if a replica is not sharded."""
+    """replica × copy × shard × tensor, without those of the last three that have one process; None if a replica is
+    not sharded."""
     group: Group
     """This replica's processes, where they compute."""
     host_group: Group
@@ -266,6 +267,8 @@ class World:
     """True if this process writes the files that the processes of one machine share."""
     autocast: bool
     """True if the forward pass runs in bfloat16 autocast."""
+    num_readers: int = 1
+    """The processes of this replica, or groups of processes in a row, that read sequences of their own."""
     rendezvous: "StoreRendezvous | None" = None
     """The run of replicas that come and go, in the place of the exchange, which has nobody to reach then; of a
     replica's processes only the first has joined it."""
@@ -291,6 +294,11 @@ class World:
     def rank(self) -> int:
         """This process within its replica, from 0."""
         return self.everyone.replica % self.num_ranks
+
+    @property
+    def reader(self) -> int:
+        """This process, or its group, among those of the replica that read sequences of their own."""
+        return self.rank * self.num_readers // self.num_ranks
 
     def name_of(self, replica: int) -> str:
         """The name of a replica in an outer step's cohort."""
@@ -355,7 +363,7 @@ def _wrong_number(config: TrainConfig, world_size: int) -> UserError:
             f"shards_per_replica={config.shards_per_replica}: set it to {world_size}",
             *("shards_per_replica", "rendezvous"),
         )
-    inside = {"shards_per_replica": config.shards_per_replica, "ddp_per_replica": config.ddp_per_replica}
+    inside = {name: getattr(config, name) for name in ("shards_per_replica", "ddp_per_replica")}
     others = "".join(f" with {name}={number}" for name, number in inside.items() if number > 1)
     num_replicas, rest = divmod(world_size, config.processes_per_replica)
     remedy = "" if rest or not num_replicas else f", or set num_replicas={num_replicas}"
@@ -407,7 +415,7 @@ def _warn_of_open_ports() -> None:
     )
 
 
-_GROUPS = ("num_replicas", "shards_per_replica", "ddp_per_replica", "num_connections")
+_GROUPS = ("num_replicas", "shards_per_replica", "tensor_parallel", "ddp_per_replica", "num_connections")
 """The settings that decide which groups there are."""
 
 
@@ -458,8 +466,18 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
     if config.shards_per_replica > 1:
         # Data-Parallel sums gradients where they are; the payloads of an engine travel on gloo.
         between = group(by_rank, backend=None) if config.method == "data_parallel" else same_rank
-        groups, names = [between, own_device_group], ("replica", "shard")
-        ranks_MxS = torch.tensor(ranks, dtype=torch.int64, device="cpu")
+        sizes = {
+            "copy": config.ddp_per_replica,
+            "shard": config.shards_per_replica // config.tensor_parallel,
+            "tensor": config.tensor_parallel,
+        }
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        ranks_MxS = torch.tensor(ranks, dtype=torch.int64, device="cpu").view(-1, *sizes.values())
+        groups = [between, own_device_group]
+        if len(sizes) > 1:
+            along = (ranks_MxS.movedim(dim, -1).flatten(0, -2).tolist() for dim in range(1, ranks_MxS.ndim))
+            groups = [between, *(group(members, backend=None, timeout=3 * timeout) for members in along)]
+        names = ("replica", *sizes)
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks_MxS, mesh_dim_names=names)
     elif config.ddp_per_replica > 1 and num_replicas > 1:
         others = _through_leaders(config, same_rank, group(ranks))
@@ -473,6 +491,7 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
         device=device,
         is_first_on_machine=is_first_on_machine,
         autocast=use_autocast(config.precision, device),
+        num_readers=config.readers_per_replica,
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from diloco.wire import formats
 from diloco.wire.blocks import BlockCodec, power_of_two
 from diloco.wire.kernels.gpu import gpu_casts
+from diloco.wire.kernels.native import Native, native
 from diloco.wire.payload import Codec, Key, is_finite
 
 
@@ -34,6 +35,9 @@ class _Unscaled(formats.Unscaled, Codec):
         self.check_body(body, delta_N.numel())
         if delta_N.is_cuda and (kernels := gpu_casts(self.dtype)) is not None:
             return kernels.pack(delta_N, body)
+        if (fast := self._native(delta_N, body)) is not None:
+            all_finite = fast.cast_pack(self.name, delta_N, body)
+            return torch.tensor(all_finite, dtype=torch.bool, device="cpu")
         largest, are_finite = torch.finfo(self.dtype).max, []
         for part_n, bytes_n in self._in_cache(delta_N, body):
             are_finite.append(is_finite(part_n))
@@ -49,6 +53,9 @@ class _Unscaled(formats.Unscaled, Codec):
         self.check_body(body, to_N.numel())
         if to_N.is_cuda and (kernels := gpu_casts(self.dtype)) is not None:
             return kernels.unpack(body, to_N, add=add)
+        if (fast := self._native(to_N, body)) is not None:
+            all_finite = fast.cast_unpack(self.name, body, to_N, add=add)
+            return torch.tensor(all_finite, dtype=torch.bool, device="cpu")
         are_finite = []
         for part_n, bytes_n in self._in_cache(to_N, body):
             values = bytes_n.view(self.dtype)
@@ -63,6 +70,11 @@ class _Unscaled(formats.Unscaled, Codec):
         """True if the elements are finite."""
         self.check_body(body, num_elements)
         return is_finite(body.view(self.dtype))
+
+    def _native(self, vector_N: Tensor, body: Tensor) -> Native | None:
+        """The C functions, if they can reach these tensors."""
+        on_cpu = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in (vector_N, body))
+        return native() if on_cpu and vector_N.numel() and not body.data_ptr() % self.element_bytes else None
 
     def _in_cache(self, vector_N: Tensor, body: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Parts with their bytes; on a CPU so short that a part's intermediate results stay in the cache."""

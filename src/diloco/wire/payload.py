@@ -126,15 +126,9 @@ class Mask(NamedTuple):
 
     def flags(self, num_elements: int, device: torch.device) -> Tensor:
         """A bool for each of N positions."""
-        check_positions(num_elements)
         x = torch.arange(num_elements, dtype=torch.int64, device=device) ^ self.word0
         x = (x ^ x >> 16) * 0x7FEB352D & _LOW ^ self.word1
         return ((x ^ x >> 15) * 0x846CA68B & _LOW) <= self.most
-
-
-def check_positions(num_elements: int) -> None:
-    """Refuse more elements than a hash of 32 bits can tell apart."""
-    assert num_elements <= 1 << 32, "a position has 32 bits"
 
 
 @dataclass(frozen=True)

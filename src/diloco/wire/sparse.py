@@ -16,6 +16,8 @@ from torch import Tensor
 from diloco.wire import floats, formats, integers
 from diloco.wire.blocks import join, split
 from diloco.wire.kernels.gpu import GpuSparse, gpu_sparse
+from diloco.wire.kernels.native import native
+from diloco.wire.kernels.native_sparse import NativeSparse
 from diloco.wire.payload import Codec, Key, Mask, is_finite
 
 _DENSE = {kind.name: kind for kind in (*floats.CODECS, *integers.CODECS)}
@@ -94,7 +96,7 @@ class TopK(formats.TopK, _Sparse):
     ) -> tuple[Float32[Tensor, "k"], Bool[Tensor, ""]]:
         """Keep the largest magnitudes."""
         kept = self.num_values(delta_N.numel())
-        if (kernels := _gpu(delta_N)) is not None:
+        if (kernels := _kernels(delta_N)) is not None:
             place_k, kept_k, are_finite = kernels.largest(delta_N, kept)
         else:
             # With the place in the low bits no two numbers are equal, so that every device gives the same answer.
@@ -117,15 +119,22 @@ class TopK(formats.TopK, _Sparse):
     ) -> Bool[Tensor, ""]:
         """Write or add the values in the places that are sent."""
         place_k, are_places = self.unpack_places(places, to_N.numel())
-        if add:
+        if not add:
+            to_N.zero_()
+        if (fast := _native(to_N, kept_k)) is not None:
+            fast.write(place_k, kept_k, to_N, add=add)
+        elif add:
             to_N[place_k] += kept_k  # no place occurs twice
         else:
-            to_N.zero_()[place_k] = kept_k
+            to_N[place_k] = kept_k
         return are_places
 
     def pack_places(self, place_k: Int64[Tensor, "k"], num_elements: int, places: UInt8[Tensor, "bytes"]) -> None:
         """Write the low bits, then the bit vector."""
         low_bytes, high_bits, num_low = self.places_layout(num_elements)
+        if (fast := _native(place_k, places)) is not None:
+            fast.pack_places(place_k, num_low, places[:low_bytes], places[low_bytes:])
+            return
         shifts = torch.arange(num_low, dtype=torch.int64, device=places.device)
         low_bits = (place_k[:, None] >> shifts & 1).to(torch.uint8).view(-1)
         places[:low_bytes] = join(low_bits, 1)
@@ -139,6 +148,10 @@ class TopK(formats.TopK, _Sparse):
         """Read places in the vector; False: `pack_places` never writes them."""
         low_bytes, high_bits, num_low = self.places_layout(num_elements)
         kept = self.num_values(num_elements)
+        if (fast := _native(places)) is not None:
+            place_k = torch.zeros(kept, dtype=torch.int64, device=places.device)
+            parts = num_low, places[:low_bytes], places[low_bytes:], (high_bits, num_elements)
+            return place_k, torch.tensor(fast.unpack_places(place_k, *parts), dtype=torch.bool, device="cpu")
         shifts = torch.arange(num_low, dtype=torch.int64, device=places.device)
         low_bits = split(places[:low_bytes], kept * num_low, 1).view(kept, num_low).long()
         one_k, are_k = _ones(split(places[low_bytes:], high_bits, 1), kept)
@@ -164,8 +177,8 @@ class FedDropout(formats.FedDropout, _Sparse):
         self, delta_N: Float32[Tensor, "N"], places: UInt8[Tensor, "bytes"], key: Key
     ) -> tuple[Float32[Tensor, "k"], Bool[Tensor, ""]]:
         """Keep what the key alone chooses."""
-        mask, room = Mask.of(key, self.density), self.num_values(delta_N.numel())
-        if (kernels := _gpu(delta_N)) is not None:
+        mask, room = self._mask(key, delta_N.numel()), self.num_values(delta_N.numel())
+        if (kernels := _kernels(delta_N)) is not None:
             return kernels.masked(mask, delta_N, room)
         rank_N, is_kept_N = _ranks(mask.flags(delta_N.numel(), delta_N.device), room)
         kept_k = torch.zeros(room + 1, dtype=torch.float32, device=delta_N.device)
@@ -182,14 +195,18 @@ class FedDropout(formats.FedDropout, _Sparse):
         add: bool,
     ) -> Bool[Tensor, ""]:
         """Write or add the values in the places that the key chooses again."""
-        mask = Mask.of(key, self.density)
-        if (kernels := _gpu(to_N)) is not None:
+        mask = self._mask(key, to_N.numel())
+        if (kernels := _kernels(to_N)) is not None:
             kernels.spread(mask, kept_k, to_N, add=add)
         elif kept_k.numel():
             rank_N, is_kept_N = _ranks(mask.flags(to_N.numel(), to_N.device), kept_k.numel())
             value_N = kept_k[rank_N.clamp_(0, kept_k.numel() - 1)]
             to_N.copy_(torch.where(is_kept_N, to_N + value_N if add else value_N, to_N if add else 0.0))
         return self.are_places(places, to_N.numel())
+
+    def _mask(self, key: Key, num_elements: int) -> Mask:
+        assert num_elements <= 1 << 32, "a position has 32 bits"
+        return Mask.of(key, self.density)
 
 
 @dataclass(frozen=True)
@@ -218,6 +235,15 @@ def _ranks(is_kept_N: Bool[Tensor, "N"], room: int) -> tuple[Int64[Tensor, "N"],
     return rank_N, is_kept_N & (rank_N < room)
 
 
-def _gpu(vector_N: Tensor) -> GpuSparse | None:
-    """The functions for a GPU, if the vector lies there."""
-    return gpu_sparse() if vector_N.is_cuda else None
+def _kernels(vector_N: Tensor) -> GpuSparse | NativeSparse | None:
+    """The fast functions for the vector's device, if there are any."""
+    if vector_N.is_cuda:
+        return gpu_sparse()
+    return _native(vector_N)
+
+
+def _native(*tensors: Tensor) -> NativeSparse | None:
+    """The C functions, if they can reach these tensors."""
+    is_within_reach = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+    compiled = native() if is_within_reach else None
+    return None if compiled is None else NativeSparse(compiled)

@@ -22,4 +22,5 @@ def experiment(name: str, tier: Tier) -> Experiment:
     if name not in EXPERIMENTS:
         hint = nearest(name, EXPERIMENTS) or f": choose from {', '.join(EXPERIMENTS)}"
         raise UserError(f"{name!r} is not an experiment{hint}")
-    return EXPERIMENTS[name](tier)
+    recipe = EXPERIMENTS[name]
+    return recipe(tier.of_laws or tier if recipe in laws.EXPERIMENTS else tier)

@@ -65,6 +65,8 @@ class Change(NamedTuple):
     def __str__(self) -> str:
         if not self.by_seed:
             return "no run"
+        if len(self.by_seed) == 1:
+            return f"{100 * self.mean:+.2f} % (one seed)"
         low, high = 100 * min(self.by_seed.values()), 100 * max(self.by_seed.values())
         return f"{100 * self.mean:+.2f} % ({low:+.2f} … {high:+.2f})"
 

@@ -206,11 +206,7 @@ def _slope(rows: Sequence[Row]) -> float:
 
 def overtraining(tier: Tier) -> Experiment:
     """Token budgets from the size's own up, for all methods (Tables 2 and 8; the laws' Figures 11 and 12)."""
-    # With M = 4 the batch is doubled in the paper's Table 8.
-    streaming: dict[str, dict[str, Any]] = {
-        "Streaming, M=2": {},
-        "Streaming, M=4": {"num_replicas": 4, "batch": 2},
-    }
+    streaming: dict[str, dict[str, Any]] = {"Streaming, M=2": {}, "Streaming, M=4": {"num_replicas": 4}}
     diloco: dict[str, dict[str, Any]] = {
         f"DiLoCo, M={replicas}": {"num_replicas": replicas} for replicas in (1, 2, 4)
     }
@@ -221,8 +217,11 @@ def overtraining(tier: Tier) -> Experiment:
                 labels = {"size": size, "multiple": multiple}
                 budget = {"size": size, "overtrained": True, "tokens": multiple}
                 yield LabelledRun({"method": "Data-Parallel", **labels}, tier.run(BASELINE, **budget))
+                two, own = (tier.run(**budget, num_replicas=m).global_batch for m in (2, 4))
                 for name, fields in streaming.items():
-                    yield LabelledRun({"method": name, **labels}, tier.run(**budget, **fields))
+                    # With M = 4 the batch is doubled in the paper's Table 8.
+                    batch = 2 * two / own if fields else 1
+                    yield LabelledRun({"method": name, **labels}, tier.run(**budget, **fields, batch=batch))
                 for name, fields in diloco.items():
                     yield LabelledRun({"method": name, **labels}, tier.run(DILOCO, **budget, **fields))
 

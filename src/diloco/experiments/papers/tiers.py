@@ -1,7 +1,7 @@
 """The tiers at which an experiment is run: on a laptop in minutes, or at the papers' sizes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,8 +9,16 @@ from diloco.data.config import DataConfig
 from diloco.data.tokenizers import ByteTokenizer
 from diloco.models.decoder_config import DecoderConfig
 from diloco.presets import Method
+from diloco.scaling.hyperparameters import (
+    STREAMING_OUTER_LEARNING_RATE,
+    hyperparameters,
+    nearest_power_of_two,
+)
+from diloco.scaling.judgement import EXTRAPOLATED
+from diloco.scaling.laws import Kind
 from diloco.training.config.config import CheckpointConfig, EvaluationConfig, TrainConfig
 from diloco.training.config.recipes import recipe
+from diloco.units import count
 
 BASELINE: Method = "data_parallel"
 DILOCO: Method = "diloco"
@@ -48,6 +56,34 @@ class CadenceGrid:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TuningGrid:
+    """Runs over learning rate and batch at each size and M, and over η at the middle of both."""
+
+    replicas: tuple[int, ...]
+    """Values of M; 0 is Data-Parallel."""
+    rates: tuple[float, ...]
+    """Multiples of the learning rate, beside the square root of the batch's."""
+    batches: tuple[float, ...]
+    """Multiples of the batch of the method."""
+    outer_learning_rates: tuple[float, ...]
+    """Values of η."""
+    sizes: tuple[str, ...]
+    """Names in the tier's sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extrapolation:
+    """Models whose loss is predicted from smaller ones, or by the published laws, before they are trained."""
+
+    sizes: tuple[str, ...]
+    """The names of their sizes."""
+    fitted: tuple[str, ...]
+    """The names of the smaller sizes; empty for the published laws."""
+    fits: tuple[tuple[Kind, int], ...]
+    """The kind of law whose hyperparameters a run takes, and M; 0 is Data-Parallel."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tier:
     """Base configs, and the values that the experiments vary around them."""
 
@@ -73,6 +109,14 @@ class Tier:
     """Numbers of blocks in a fragment."""
     seeds: tuple[int, ...]
     """Seeds, with each of which every run is made."""
+    tuning: TuningGrid
+    """The grid that is searched for the best hyperparameters."""
+    extrapolation: Extrapolation
+    """The models whose loss is predicted."""
+    tuned: Callable[[TrainConfig, Method, int, Kind | None], TrainConfig] | None = None
+    """The config of a size at the hyperparameters of a method with M replicas; None leaves those of the size."""
+    of_laws: "Tier | None" = None
+    """The tier of the experiments of arXiv 2503.09799; None is this one."""
     gpu_bytes: float | None = None
     """Memory of each GPU for which commands have shards and micro-batches; None leaves both as they are."""
 
@@ -80,6 +124,12 @@ class Tier:
     def base_config(self) -> TrainConfig:
         """The config of the base size."""
         return self.sizes[self.base]
+
+    @property
+    def compared_sizes(self) -> list[str]:
+        """The names of the sizes at which methods are compared: not those that the published laws predict."""
+        predicted = () if self.extrapolation.fitted else self.extrapolation.sizes
+        return [name for name in self.sizes if name not in predicted]
 
     @property
     def sync_every(self) -> int:
@@ -96,6 +146,7 @@ class Tier:
         batch: float = 1.0,
         rate: float = 1.0,
         overtrained: bool = False,
+        fit: Kind | None = None,
         **diloco: Any,
     ) -> TrainConfig:
         """The config of a run.
@@ -105,20 +156,25 @@ class Tier:
             size: a name in `sizes`, or in `overtrained`; None is the base.
             num_replicas: M, but for Data-Parallel.
             tokens: multiple of the size's token budget.
-            batch: multiple of the size's batch; the learning rate grows with its square root, as suits AdamW.
+            batch: multiple of the batch; the learning rate grows with its square root, as suits AdamW.
             rate: multiple of the learning rate, beside that.
             overtrained: take the size from `overtrained`.
+            fit: of the laws that give the hyperparameters, as `hyperparameters` takes it.
             diloco: fields of DilocoConfig; Data-Parallel has none.
         """
         config = (self.overtrained if overtrained else self.sizes)[size or self.base]
+        is_baseline = method == BASELINE
+        if is_baseline:
+            num_replicas = self.data_parallel_replicas
+        if self.tuned is not None:
+            config = self.tuned(config, method, num_replicas, fit)
         global_batch = int(config.global_batch * batch)
         num_steps = round(tokens * config.num_tokens / (global_batch * config.sequence_length))
-        is_baseline = method == BASELINE
         learning_rate = config.optimizer.learning_rate * math.sqrt(batch) * rate
         return replace(
             config,
             method=method,
-            num_replicas=self.data_parallel_replicas if is_baseline else num_replicas,
+            num_replicas=num_replicas,
             global_batch=global_batch,
             optimizer=replace(config.optimizer, learning_rate=learning_rate),
             num_tokens=num_steps * global_batch * config.sequence_length,
@@ -181,48 +237,84 @@ def small(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
         multiples={base: (1, 2, 8), largest: (1, 2)},
         layers_per_fragment=(1, 2, 3, 6),
         seeds=(0, 1),
+        tuning=replace(_SMALL_TUNING, sizes=(base, largest)),
+        extrapolation=Extrapolation(
+            sizes=(largest,), fitted=(base, other), fits=tuple(("independent", m) for m in (0, 1, 2, 4))
+        ),
     )
 
 
+_SMALL_TUNING = TuningGrid(
+    replicas=(0, 1, 2, 4), rates=(0.5, 1), batches=(0.25, 1), outer_learning_rates=(0.4, 0.8), sizes=()
+)
 _TOKENS_PER_PARAM, _LEARNING_RATE, _BASE_PARAMS = 20, 0.016, 102_564
 _OUTER_RATES = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Values of η in arXiv 2503.09799, section 5.1."""
 
 
 def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
-    """The papers' sizes and tokens: C4, vocabulary 32,000, sequences of 1,024; overtraining on Dolma, 2,048."""
-    data = DataConfig(
-        train=corpus or ("hf:allenai/c4:en:train",),
-        held_out=held_out or (() if corpus else ("hf:allenai/c4:en:validation",)),
-        tokenizer="bpe:32000",
+    """The papers' sizes, tokens and text: C4, and for more tokens Dolma, with C4 held out."""
+    held_out = held_out or (() if corpus else ("hf:allenai/c4:en:validation",))
+    # All runs on C4 have one text, whatever they read of it, and the same words are held out of it.
+    text = DataConfig(train=corpus or ("hf:allenai/c4:en:train",), held_out=held_out, tokenizer="bpe:32000")
+    dolma = replace(text, train=text.train if corpus else DOLMA)
+    of_laws = _of_laws(text)
+    longer = {name: replace(of_laws.sizes[name], data=dolma) for name in _LAWS_MULTIPLES}
+    sizes = {name: _of_streaming(scale, num_tokens, text) for name, scale, num_tokens in _ARCHITECTURES}
+    # As in Tables 2 and 8; the column of hours gives the batch.
+    on_dolma = replace(sizes["1B"], data=dolma, sequence_length=2048, global_batch=512)
+    on_dolma = replace(on_dolma, diloco=replace(on_dolma.diloco, sync_every=100))
+    return replace(
+        of_laws,
+        sizes=sizes,
+        base="500M",
+        overtrained={"1B": on_dolma, **longer},
+        multiples={"1B": (1, 4, 10), **_LAWS_MULTIPLES},
+        of_laws=of_laws,
     )
 
-    def read_tokens(num_tokens: float) -> float:
-        # Text held out of the training text must be the same at every size, and so must what is read.
-        return num_tokens if data.held_out else max(most for _, _, most in _ARCHITECTURES)
 
-    def size(scale: str, num_tokens: float) -> TrainConfig:
-        config = recipe(scale)
-        step_tokens = config.global_batch * 1024
-        return replace(
-            config,
-            num_tokens=round(num_tokens / step_tokens) * step_tokens,
-            sequence_length=1024,
-            model=replace(config.model, vocab_size=0),
-            data=replace(data, max_train_bytes=round(_BYTES_PER_TOKEN * read_tokens(num_tokens))),
-            log_layer_cosine=True,
-        )
+def _paper_config(scale: str, num_tokens: float, text: DataConfig) -> TrainConfig:
+    """A run of either paper: evaluated on 5M tokens or more, and compiled."""
+    evaluation = EvaluationConfig(num_tokens=5 * 2**20)
+    return replace(recipe(scale), num_tokens=round(num_tokens), data=text, evaluation=evaluation, compile=True)
 
-    sizes = {name: size(scale, num_tokens) for name, scale, num_tokens in _ARCHITECTURES}
+
+def _of_streaming(scale: str, num_tokens: float, text: DataConfig) -> TrainConfig:
+    """A size of arXiv 2501.18512: vocabulary 32,000, sequences of 1,024, η = 0.4.
+
+    The paper prints no batch of a size. Its Table 1 gives all methods at 1B the same 186,250 steps, of about
+    131,072 tokens: the batch of Data-Parallel's law, which is taken for all methods at each size.
+    """
+    config = _paper_config(scale, num_tokens, text)
+    model = replace(config.model, vocab_size=0)  # the tokenizer's
+    baseline = hyperparameters(BASELINE, num_params(replace(config, model=model)))
+    return replace(
+        config,
+        sequence_length=1024,
+        global_batch=nearest_power_of_two(baseline.batch_tokens / 1024),
+        model=model,
+        diloco=replace(config.diloco, outer_learning_rate=STREAMING_OUTER_LEARNING_RATE),
+        log_layer_cosine=True,
+    )
+
+
+def _of_laws(text: DataConfig) -> Tier:
+    """The tier of arXiv 2503.09799: 32,768 entries, of which text uses 32,000; sequences of 2,048; 20·N tokens."""
+    swept = ("35m", "90m", "180m", "330m", "550m", "1.3b", "2.4b")
+    names = {scale: scale.upper() for scale in (*swept, "4b", "10b")}
+    # N is the name's: so Table 3 has the budgets (70M for 35M is a misprint of 700M).
+    sizes = {name: _paper_config(scale, 20 * count(scale), text) for scale, name in names.items()}
+    grids = ("550M", "90M", "1.3B")
     return Tier(
         sizes=sizes,
         data_parallel_replicas=2,
-        base="500M",
+        base="550M",
         sync_everies=(5, 10, 30, 100, 300),
         step_batches=(1,),
         batch_grids=tuple(
             BatchGrid(size=name, tokens=1, batches=(0.25, 0.5, 1, 2, 4), rates=(1,), replicas=(1, 2, 4, 8))
-            for name in ("500M", "100M", "1B")
+            for name in grids
         ),
         cadence_grids=tuple(
             CadenceGrid(
@@ -231,38 +323,60 @@ def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
                 sync_everies=(1, 5, 10, 30, 100, 300),
                 outer_learning_rates=_OUTER_RATES,
             )
-            for name in ("500M", "100M", "200M")
+            for name in ("550M", "90M", "180M")
             for replicas in (2, 1, 4)
         ),
-        overtrained=_on_dolma(sizes, dolma=not corpus),
-        multiples=_MULTIPLES,
+        overtrained={},
+        multiples={},
         layers_per_fragment=(1, 2, 3, 6, 9),
         seeds=(0,),
+        tuning=TuningGrid(
+            replicas=(0, 1, 2, 4, 8),
+            rates=(0.5**0.5, 1, 2**0.5),
+            batches=(0.5, 1, 2),
+            outer_learning_rates=(0.2, 0.4, 0.6, 0.8, 1.0),
+            sizes=tuple(names[scale] for scale in swept),
+        ),
+        extrapolation=Extrapolation(sizes=("4B", "10B"), fitted=(), fits=(*EXTRAPOLATED,)),
+        tuned=_tuned,
         gpu_bytes=80e9,
     )
 
 
-def _on_dolma(sizes: Mapping[str, TrainConfig], *, dolma: bool) -> dict[str, TrainConfig]:
-    """The configs to overtrain, with text for the most tokens: Dolma, or what was named; C4 stays held out."""
-    overtrained = {}
-    for name, (*_, most) in _MULTIPLES.items():
-        config = sizes[name]
-        text = replace(config.data, max_train_bytes=round(_BYTES_PER_TOKEN * most * config.num_tokens))
-        overtrained[name] = replace(config, data=replace(text, train=_DOLMA) if dolma else text)
-    # As in arXiv 2501.18512.
-    longer = overtrained["1B"]
-    overtrained["1B"] = replace(
-        longer,
-        sequence_length=2048,
-        global_batch=longer.global_batch // 2,
-        diloco=replace(longer.diloco, sync_every=100),
+def _tuned(config: TrainConfig, method: Method, num_replicas: int, fit: Kind | None) -> TrainConfig:
+    """A paper's config at the hyperparameters of a method with M replicas.
+
+    In arXiv 2503.09799 all of them are tuned. In 2501.18512 batch and η are those of the size, and the learning
+    rate, which is not stated, is the law's.
+    """
+    tuned = hyperparameters(method, num_params(config), num_replicas, fit=fit)
+    config = replace(config, optimizer=replace(config.optimizer, learning_rate=tuned.learning_rate))
+    if config.model.vocab_size == 0:
+        return config
+    outer = tuned.outer_learning_rate or config.diloco.outer_learning_rate
+    return replace(
+        config,
+        global_batch=tuned.sequences(num_replicas, config.sequence_length),
+        diloco=replace(config.diloco, outer_learning_rate=outer),
     )
-    return overtrained
 
 
-_DOLMA = ("hf:allenai/dolma:v1_7",)
-_MULTIPLES = {"1B": (1, 4, 10), "100M": (1, 4, 16), "300M": (1, 4, 16)}
-"""Multiples of the token budgets: Tables 2 and 8 of arXiv 2501.18512; Figure 11 of arXiv 2503.09799."""
+def num_params(config: TrainConfig) -> int:
+    """N of a tier's config, whose model may have the vocabulary of a tokenizer that is not yet made."""
+    return with_vocabulary(config).model.num_matrix_params
+
+
+def with_vocabulary(config: TrainConfig) -> TrainConfig:
+    """A tier's config with its tokenizer's vocabulary, where the model has none of its own."""
+    kind, _, size = config.data.tokenizer.partition(":")
+    vocab_size = config.model.vocab_size or (int(size) if kind == "bpe" else ByteTokenizer.vocab_size)
+    return replace(config, model=replace(config.model, vocab_size=vocab_size))
+
+
+DOLMA = ("hf:allenai/dolma:v1_7",)
+"""The name of Dolma, by which runs are known; its files are downloaded, as it is loaded by a script."""
+_LAWS_MULTIPLES = {"90M": (1, 4, 16), "330M": (1, 4, 16)}
+"""Multiples of the token budgets in Figure 11 of arXiv 2503.09799."""
 
 # Table 3 of arXiv 2501.18512: its name of the size, our recipe of the same architecture, tokens.
 _ARCHITECTURES = (
@@ -274,9 +388,6 @@ _ARCHITECTURES = (
     ("1B", "1.3b", 25e9),
     ("4B", "4b", 83e9),
 )
-
-_BYTES_PER_TOKEN = 5
-"""Bytes of a token: more than one of a vocabulary of 32,000 has, so that no text is read twice."""
 
 TIERS = {"small": small, "paper": paper}
 """Tiers by name; each takes sources of training and held-out text, and has its own where they are left out."""

@@ -182,6 +182,11 @@ def run_name(config: TrainConfig) -> str:
     return f"run-{_digest(_facts(config))}"
 
 
+def text_name(data: DataConfig) -> str:
+    """The name of a text's directory, `text-` and a digest: equal for equal text and tokenizer."""
+    return f"text-{_digest(_facts_of_data(data))}"
+
+
 def base_name(config: TrainConfig) -> str:
     """The name of a sweep's base, whose runs belong in one table: its digest leaves out fields with a column."""
     with_a_column = fields_with(TrainConfig, "column")

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from diloco.errors import UserError
 from diloco.experiments.runner.job import Job, end_running_jobs, run_job
+from diloco.files import num_cores as available_cores
 from diloco.files import require
-from diloco.training.processes import num_cores as available_cores
 
 
 class Machines(Protocol):

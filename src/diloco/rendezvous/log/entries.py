@@ -12,7 +12,7 @@ import msgspec
 from diloco.errors import FileError
 from diloco.schema import Count, Name
 
-FORMAT = 5
+FORMAT = 6
 """Version of the log's format."""
 MOST_REPLICAS = (1 << 16) - 2
 """Numbers of replicas that codecs can tell apart."""
@@ -30,6 +30,9 @@ Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 MOST_NORM = 1e33
 """Largest ‖Δ‖₂ of a payload: with it the sum of `MOST_REPLICAS` payloads is finite in FP32."""
 Norm = Annotated[float, msgspec.Meta(ge=0, le=MOST_NORM)]
+MOST_LOSS = 1e6
+"""Largest training loss that is told; it is for people alone."""
+Loss = Annotated[float, msgspec.Meta(ge=-MOST_LOSS, le=MOST_LOSS)]
 _PublicKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
@@ -110,6 +113,8 @@ class Claim:
     """Inner steps since then."""
     position: Count
     """The replica's place in its slot of the text, in tokens."""
+    loss: Loss | None
+    """Mean training loss of the inner steps since the replica's last send; None if it tells none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,9 @@
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import Annotated, NoReturn
+
+import msgspec
 
 from diloco.errors import UserError
 from diloco.outer.cohort import Cohort
@@ -118,6 +120,48 @@ class Written:
     """Other entries, but for entry 0."""
 
 
+LOSS_TAIL = 20
+"""The training loss of a run is the mean over the last 1/20 of its steps."""
+_MOST_PARTS = 256
+_LossSum = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """The training losses that contributions tell, added up over equal parts of the run; these are few."""
+
+    every: Positive = 1
+    """Outer steps of a part; the last part may have fewer."""
+    parts: tuple[tuple[_LossSum, Count], ...] = ()
+    """For each part the sum of its losses, and their number."""
+
+    def plus(self, losses: Sequence[float], num_outer: int) -> "Losses":
+        """These and those of the outer step after the first `num_outer`."""
+        every, parts = self.every, list(self.parts)
+        if num_outer == every * _MOST_PARTS:
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            every, parts = 2 * every, [(a + c, b + d) for (a, b), (c, d) in pairs]
+        total, count = parts.pop() if num_outer % every else (0.0, 0)
+        return Losses(every=every, parts=(*parts, (total + sum(losses), count + len(losses))))
+
+    def fit(self, num_outer: int) -> bool:
+        """True if they are those of so many outer steps."""
+        return len(self.parts) == -(-num_outer // self.every) <= _MOST_PARTS
+
+    def curve(self, num_outer: int) -> tuple[tuple[int, float], ...]:
+        """The mean of each part that tells a loss, after the outer steps up to it."""
+        ends = (min(num_outer, self.every * number) for number in range(1, len(self.parts) + 1))
+        return tuple((end, total / count) for end, (total, count) in zip(ends, self.parts, strict=True) if count)
+
+    def last(self, num_outer: int) -> float | None:
+        """The mean over the parts of the last 5 % of the outer steps, at least over one with a loss."""
+        first = (num_outer - max(1, num_outer // LOSS_TAIL)) // self.every
+        with_loss = [number for number, (_, count) in enumerate(self.parts) if count]
+        last = self.parts[max(0, min([first, *with_loss[-1:]])) :]
+        count = sum(count for _, count in last)
+        return sum(total for total, _ in last) / count if count else None
+
+
 class FencedError(UserError):
     """Another process has joined under this replica's name or got its slot of the text, or its key was revoked."""
 
@@ -147,6 +191,7 @@ class RunState:
     """Outer entries."""
     tokens: Count = 0
     """Tokens of all contributions."""
+    losses: Losses = Losses()
     written: dict[Count, Written] = field(default_factory=dict)
     """By the number of replicas that were active: what they have read does not change when they leave."""
     finished: bool = False
@@ -486,9 +531,10 @@ class RunState:
         )
         return self._with(body.fragment, log)._counted(body.contributions)
 
-    def _counted(self, contributions: Iterable[Contribution]) -> "RunState":
+    def _counted(self, contributions: Sequence[Contribution]) -> "RunState":
         """The state with the contributions of its newest outer entry counted to their replicas."""
         members, positions, tokens = list(self.members), dict(self.positions), self.tokens
+        losses = [c.loss for c in contributions if c.loss is not None]
         for c in contributions:
             member = members[c.replica]
             members[c.replica] = replace(
@@ -500,7 +546,12 @@ class RunState:
             positions[member.slot] = max(positions.get(member.slot, 0), c.position)
             tokens += c.tokens
         return replace(
-            self, members=tuple(members), positions=positions, tokens=tokens, num_outer=self.num_outer + 1
+            self,
+            members=tuple(members),
+            positions=positions,
+            tokens=tokens,
+            num_outer=self.num_outer + 1,
+            losses=self.losses.plus(losses, self.num_outer),
         )
 
     def _snapped(self, body: Snapshot) -> "RunState":

@@ -41,7 +41,7 @@ _WARMUP_LEFT_OUT = "a tenth of the steps left (at most 1000)"
 @contextmanager
 def preparation_progress(console: Console) -> Iterator[ProgressCallback]:
     """A callback for `prepare` that shows its progress: a line of a terminal, elsewhere one every 10 seconds."""
-    pace = _Pace()
+    pace, speed = _Pace(), _Speed()
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -55,7 +55,7 @@ def preparation_progress(console: Console) -> Iterator[ProgressCallback]:
         """Update the line."""
         line = (
             f"{progress.stage}: {progress.num_documents:,} documents, {progress.num_bytes:,} bytes, "
-            f"{progress.num_tokens:,} tokens"
+            f"{progress.num_tokens:,} tokens{speed.of(progress)}"
         )
         if console.is_terminal:
             bar.start()
@@ -68,6 +68,27 @@ def preparation_progress(console: Console) -> Iterator[ProgressCallback]:
     finally:
         if bar.live.is_started:
             bar.stop()
+
+
+class _Speed:
+    """The speed of a preparation since its first report, and the time that is left."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, PrepareProgress] | None = None
+
+    def of(self, progress: PrepareProgress) -> str:
+        """The words of a line's end; none in the first second."""
+        if progress.stage != "packing":
+            return ""
+        now = time.monotonic()
+        begun, first = self._first = self._first or (now, progress)
+        if (seconds := now - begun) < 1:
+            return ""
+        words = f"  {(progress.num_bytes - first.num_bytes) / 1e6 / seconds:.1f} MB/s"
+        if progress.fraction is None or first.fraction is None or progress.fraction <= first.fraction:
+            return words
+        left = seconds * (1 - progress.fraction) / (progress.fraction - first.fraction)
+        return f"{words}  ETA {duration(left)}"
 
 
 class _Pace:
@@ -269,7 +290,7 @@ def forecast_lines(config: TrainConfig, forecast: "Forecast") -> Iterator[str]:
     )
     yield f"steps  {config.num_steps:,} of {config.tokens_per_step:,} tokens: {config.num_tokens:,} tokens"
     if config.rendezvous is not None:
-        own_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
+        own_tokens = config.replica_tokens
         yield (
             f"       of all replicas that join; this one reads {own_tokens:,} tokens per step, and alone would "
             f"take {-(-config.num_tokens // own_tokens):,} steps"

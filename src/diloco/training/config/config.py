@@ -319,9 +319,12 @@ class TrainConfig:
     shards_per_replica: int = field(default=1, metadata=trait(may_change_on_resume=True))
     """S, processes over which each replica is sharded (FSDP2), of M·S those in a row, with a rendezvous all that a
     command starts."""
+    tensor_parallel: int = field(default=1, metadata=trait(may_change_on_resume=True))
+    """Processes, of the S, that compute on the same sequences, each with its part of every matrix: S is a multiple
+    of it, and so are the model's heads. FSDP2 shards over the others."""
     ddp_per_replica: int = field(default=1, metadata=trait(may_change_on_resume=True))
-    """Processes that share each replica's batch and hold all of its parameters (DistributedDataParallel inside the
-    replica), of M times as many those in a row."""
+    """Copies of each replica's parameters, which share its batch: processes (DistributedDataParallel inside the
+    replica), or with shards_per_replica as many times S processes (HSDP)."""
     seed: int = field(default=0, metadata=trait(column=True))
     """Seed of the initial parameters and of the order of the data."""
     num_tokens: int = field(metadata=trait(column=True, begins_a_phase=True))
@@ -372,19 +375,21 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Refuse contradictions; the schedule, codec and fragments check their own."""
-        counted = ("num_replicas", "shards_per_replica", "ddp_per_replica", "num_connections")
+        inside = ("shards_per_replica", "tensor_parallel", "ddp_per_replica")
+        counted = ("num_replicas", *inside, "num_connections")
         for name in (*counted, "num_tokens", "global_batch", "sequence_length"):
             if getattr(self, name) < 1:
                 raise out_of_range(name, "at least 1", getattr(self, name))
         for name in counted:
             if getattr(self, name) > _MOST_PROCESSES:
                 raise out_of_range(name, f"at most {_MOST_PROCESSES}", getattr(self, name))
-        if self.shards_per_replica > 1 and self.ddp_per_replica > 1:
+        if self.shards_per_replica % self.tensor_parallel:
             raise UserError(
-                f"shards_per_replica={self.shards_per_replica} with ddp_per_replica={self.ddp_per_replica}: a "
-                "replica's processes either hold shards or are equal; leave one of them out",
-                *("shards_per_replica", "ddp_per_replica"),
+                f"shards_per_replica={self.shards_per_replica} must be a multiple of tensor_parallel="
+                f"{self.tensor_parallel}: it counts all processes over which a replica is cut",
+                *("shards_per_replica", "tensor_parallel"),
             )
+        self.model.check_tensor_parallel(self.tensor_parallel)
         if not 0 <= self.seed < 2**63:
             raise out_of_range("seed", "at least 0 and below 2^63", self.seed)
         if not 0 < self.timeout_seconds <= 1e7:
@@ -404,8 +409,13 @@ class TrainConfig:
 
     @property
     def processes_per_replica(self) -> int:
-        """S or D, of which one is 1."""
+        """S · D."""
         return self.shards_per_replica * self.ddp_per_replica
+
+    @property
+    def readers_per_replica(self) -> int:
+        """The processes of a replica, or groups of processes, that read sequences of their own."""
+        return self.processes_per_replica // self.tensor_parallel
 
     @property
     def num_local_replicas(self) -> int:
@@ -420,12 +430,17 @@ class TrainConfig:
     @property
     def process_batch(self) -> int:
         """Sequences a step of one process."""
-        return (self.replica_batch or self.global_batch // self.num_replicas) // self.processes_per_replica
+        return (self.replica_batch or self.global_batch // self.num_replicas) // self.readers_per_replica
+
+    @property
+    def replica_tokens(self) -> int:
+        """Tokens of one step of this replica."""
+        return self.process_batch * self.readers_per_replica * self.sequence_length
 
     @property
     def step_flops(self) -> float:
         """The model's operations in a step of one process."""
-        tokens = self.process_batch * self.sequence_length
+        tokens = self.replica_tokens / self.processes_per_replica
         return self.model.flops_per_token(self.sequence_length) * tokens
 
     @property
@@ -523,20 +538,24 @@ def _check_rendezvous(config: TrainConfig) -> None:
 
 
 def _check_batch(config: TrainConfig) -> None:
-    num_processes = config.num_replicas * config.processes_per_replica
-    if config.replica_batch is None and config.global_batch % num_processes:
+    inside = {
+        "shards_per_replica": config.shards_per_replica // config.tensor_parallel,
+        "ddp_per_replica": config.ddp_per_replica,
+    }
+    if config.replica_batch is None and config.global_batch % (config.num_replicas * config.readers_per_replica):
         divisor = f"num_replicas={config.num_replicas}"
-        for name in ("shards_per_replica", "ddp_per_replica"):
-            divisor += f" · {name}={getattr(config, name)}" if getattr(config, name) > 1 else ""
+        for name, number in inside.items():
+            if number > 1:
+                divisor += f" · {_number_of(config, name)}"
         raise UserError(
             f"global_batch={config.global_batch} must be a multiple of {divisor}: "
             "each process takes an equal share",
-            *("global_batch", "num_replicas", "shards_per_replica", "ddp_per_replica"),
+            *("global_batch", "num_replicas", *inside),
         )
-    if config.replica_batch is not None and config.replica_batch % config.shards_per_replica:
+    if config.replica_batch is not None and config.replica_batch % config.readers_per_replica:
         raise UserError(
-            f"replica_batch={config.replica_batch} must be a multiple of shards_per_replica="
-            f"{config.shards_per_replica}: each process takes an equal share",
+            f"replica_batch={config.replica_batch} must be a multiple of "
+            f"{_number_of(config, 'shards_per_replica')}: each process takes an equal share",
             *("replica_batch", "shards_per_replica"),
         )
     if config.micro_batch is not None and (config.micro_batch < 1 or config.process_batch % config.micro_batch):
@@ -544,6 +563,13 @@ def _check_batch(config: TrainConfig) -> None:
             f"micro_batch={config.micro_batch} must divide a process's share of the batch, {config.process_batch}",
             "micro_batch",
         )
+
+
+def _number_of(config: TrainConfig, name: str) -> str:
+    """A setting with its value, and what divides it."""
+    is_divided = name == "shards_per_replica" and config.tensor_parallel > 1
+    divisor = f" / tensor_parallel={config.tensor_parallel}" if is_divided else ""
+    return f"{name}={getattr(config, name)}{divisor}"
 
 
 def _check_checkpoints(config: TrainConfig) -> None:

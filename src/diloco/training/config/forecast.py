@@ -118,14 +118,14 @@ def fitted(config: TrainConfig, memory_bytes: float) -> TrainConfig:
 
 def _trials(config: TrainConfig) -> Iterator[TrainConfig]:
     """Numbers of shards, powers of two from 1, and for each the micro-batches, the largest first."""
-    num_shards = 1
-    while config.global_batch % (config.num_replicas * num_shards) == 0:
-        share = config.global_batch // (config.num_replicas * num_shards)
+    num_shards, num_readers = config.tensor_parallel, 1
+    while config.global_batch % (config.num_replicas * num_readers) == 0:
+        share = config.global_batch // (config.num_replicas * num_readers)
         sharded = replace(config, micro_batch=None, shards_per_replica=num_shards)
         yield sharded
         for micro_batch in (size for size in range(share - 1, 0, -1) if share % size == 0):
             yield replace(sharded, micro_batch=micro_batch)
-        num_shards *= 2
+        num_shards, num_readers = 2 * num_shards, 2 * num_readers
 
 
 _FP32_BYTES = 4

@@ -3,15 +3,18 @@
 The model of any of them may be another: a causal language model of `transformers`, with its own tokenizer.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from diloco.data.tokenizers import FILES
 from diloco.errors import UserError
 from diloco.files import expanded
 from diloco.models.decoder_config import LADDER, SEQUENCE_LENGTH, DecoderConfig, ladder
 from diloco.models.hugging_face_config import HuggingFaceConfig, hugging_face_model
+from diloco.presets import Method
+from diloco.scaling.hyperparameters import hyperparameters
+from diloco.scaling.laws import Kind
 from diloco.training.config.config import (
     AdamWConfig,
     CheckpointConfig,
@@ -48,50 +51,72 @@ def tiny() -> TrainConfig:
     )
 
 
-def scaling_laws(scale: str, num_replicas: int = 2) -> TrainConfig:
-    """A size of arXiv 2503.09799, 20 tokens a parameter, at the hyperparameters of its joint power laws.
+def scaling_laws(
+    scale: str, num_replicas: int = 2, method: Method = TrainConfig.method, *, fit: Kind | None = None
+) -> TrainConfig:
+    """A size of arXiv 2503.09799, 20 tokens a parameter, at the `hyperparameters` of a method and M.
 
-    Learning rate 22256·N^−0.8827·M^0.2929; batch 0.00709·N^0.4695·M^0.3399 sequences, to the nearest power of
-    two a replica; the token budget to the nearest whole step. Needs a tokenizer of 16,384 to 32,768 entries.
+    The batch is a power of two of sequences per replica, and the token budget a whole number of steps. Needs a
+    tokenizer of 16,384 to 32,768 entries.
+
+    Args:
+        scale: a name in the paper's Table 3.
+        num_replicas: M.
+        method: Data-Parallel has laws of its own.
+        fit: of the laws, as `hyperparameters` takes it.
     """
     model = ladder(scale)
     num_params = model.num_matrix_params
-    sequences = 0.00709 * num_params**0.4695 * num_replicas**0.3399
-    global_batch = num_replicas * 2 ** round(math.log2(sequences / num_replicas))
+    tuned = hyperparameters(method, num_params, num_replicas, fit=fit)
+    global_batch = tuned.sequences(num_replicas, SEQUENCE_LENGTH)
     tokens_per_step = global_batch * SEQUENCE_LENGTH
+    outer = {} if tuned.outer_learning_rate is None else {"outer_learning_rate": tuned.outer_learning_rate}
     return TrainConfig(
+        method=method,
         num_replicas=num_replicas,
         num_tokens=round(20 * num_params / tokens_per_step) * tokens_per_step,
         global_batch=global_batch,
         sequence_length=SEQUENCE_LENGTH,
         model=model,
-        optimizer=AdamWConfig(learning_rate=22256 * num_params**-0.8827 * num_replicas**0.2929),
-        diloco=DilocoConfig(sync_every=30),
+        optimizer=AdamWConfig(learning_rate=tuned.learning_rate),
+        diloco=DilocoConfig(sync_every=30, **outer),
         checkpoint=CheckpointConfig(every_steps=500),
     )
 
 
-def _scaling_laws_recipe(scale: str) -> Callable[[], TrainConfig]:
-    def recipe() -> TrainConfig:
-        return scaling_laws(scale)
+def _scaling_laws_recipe(scale: str) -> Callable[..., TrainConfig]:
+    def recipe(num_replicas: int = 2, method: Method = TrainConfig.method) -> TrainConfig:
+        return scaling_laws(scale, num_replicas, method)
 
     recipe.__doc__ = (
-        f"{scale} parameters, as in arXiv 2503.09799, at its hyperparameters for two replicas; needs text in "
-        "data.train and a data.tokenizer of 16,384 to 32,768 entries."
+        f"{scale} parameters, as in arXiv 2503.09799, at its hyperparameters for the method and the number of "
+        "replicas; needs text in data.train and a data.tokenizer of 16,384 to 32,768 entries."
     )
     return recipe
 
 
 PAPER_RECIPES = {scale.lower(): _scaling_laws_recipe(scale) for scale in LADDER}
-"""The recipes of arXiv 2503.09799 by name, the smallest model first."""
+"""The recipes of arXiv 2503.09799 by name, the smallest model first; their values follow from M and the method."""
 
-RECIPES: dict[str, Callable[[], TrainConfig]] = {"laptop": laptop, "tiny": tiny} | PAPER_RECIPES
+RECIPES: dict[str, Callable[..., TrainConfig]] = {"laptop": laptop, "tiny": tiny} | PAPER_RECIPES
 """The recipes by name."""
 
 
-def recipe(name: str) -> TrainConfig:
-    """The config of a recipe, with the recipe's name in it."""
-    return replace(RECIPES[name](), recipe=name)
+def recipe(name: str, **followed: Any) -> TrainConfig:
+    """The config of a recipe, with the recipe's name in it.
+
+    Args:
+        name: of the recipe.
+        followed: num_replicas and method, from which the values of a paper's size follow, as they were asked for;
+            the others have one config.
+    """
+    return replace(RECIPES[name](**followed if name in PAPER_RECIPES else {}), recipe=name)
+
+
+def recipe_of(config: TrainConfig) -> TrainConfig:
+    """The config of a config's recipe, at its method and replicas; with a rendezvous their number is open."""
+    replicas = {"num_replicas": config.num_replicas} if config.rendezvous is None else {}
+    return recipe(config.recipe, method=config.method, **replicas)
 
 
 def with_hugging_face(config: TrainConfig, name: str | None, *, lora: str | None = None) -> TrainConfig:

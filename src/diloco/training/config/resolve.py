@@ -14,7 +14,7 @@ from diloco.data.shards import INDEX_FILE, MOST_TOKENS, read_index, total
 from diloco.errors import FileError, UserError, nearest
 from diloco.files import expanded, memory_bytes
 from diloco.models.spec import ModelConfig
-from diloco.presets import own_settings
+from diloco.presets import METHODS, own_settings
 from diloco.schema import Count, flat, read_bytes
 from diloco.training.config.config import (
     AdamWConfig,
@@ -350,7 +350,7 @@ _MOST_BYTES = 1 << 20
 
 
 def read_config_file(
-    path: Path, name: str | None, *, rendezvous: str | None = None
+    path: Path, name: str | None, *, rendezvous: str | None = None, followed: Mapping[str, Any] | None = None
 ) -> tuple[TrainConfig, Budget | None]:
     """A recipe's config with the fields that a file changes, and the budget where the file has one.
 
@@ -362,6 +362,7 @@ def read_config_file(
         path: of the file, `.toml` or `.json`.
         name: of the recipe; None takes the file's.
         rendezvous: in the place of the file's; with either, num_replicas is 1 unless the file says otherwise.
+        followed: num_replicas and method in the place of the file's, from which values of the recipe follow.
 
     Raises:
         FileError: if the file can't be read.
@@ -376,9 +377,9 @@ def read_config_file(
     if (chosen := name or own) is None:
         raise UserError(f"{path} names no recipe: name one of {', '.join(RECIPES)}, there or before the flags")
     budget = _budget(path, values)
-    base = recipe(chosen)
     if rendezvous is not None:
         values = values | {"rendezvous": rendezvous}
+    base = recipe(chosen, **_followed(values) | dict(followed or {}))
     if values.get("rendezvous") is not None:  # each command starts one replica
         values = {"num_replicas": 1} | values
     model = values.get("model")
@@ -387,6 +388,14 @@ def read_config_file(
         values = values | {"model": {name: value for name, value in model.items() if name != "hf"}}
     config = from_json(TrainConfig, _merged(to_json(base), values, path), source=str(path))
     return (_anew(config) if path.suffix == ".json" else config), budget
+
+
+def _followed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The method and the number of replicas of a file, where they can be such; the config refuses the others."""
+    method, replicas = values.get("method"), values.get("num_replicas")
+    asked = {"method": method} if method in METHODS else {}
+    is_number = type(replicas) is int and replicas > 0 and values.get("rendezvous") is None
+    return asked | ({"num_replicas": replicas} if is_number else {})
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -4,10 +4,12 @@
     step-00000100/shard-0.safetensors    the tensors, or parts of tensors, of one process; one file a process
     step-00000100.sha256                 the checksums of all of them, as `sha256sum -c` reads them, written last
 
-A tensor that is sharded is cut along its first dimension; the metadata of each file says where.
+Of a tensor that is sharded each process writes its part, so that each element is written once, on any mesh; the
+metadata of each file says where the parts lie.
 """
 
 import json
+import math
 import re
 import shutil
 import stat
@@ -15,6 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diloco.engine.parameters import copied_to_cpu, is_sharded, local
+from diloco.engine.parameters import copied_to_cpu, is_sharded, local, own_place, part_of
 from diloco.errors import CheckpointError, CheckpointWriteError, FileError
 from diloco.exchange.transport import Group
 from diloco.files import make_directory, sha256, sync, write_atomically, writing
@@ -38,12 +41,12 @@ _CUTS = "cuts"
 
 @dataclass(frozen=True)
 class Cut:
-    """The place of a part in a tensor that is cut along its first dimension."""
+    """The place of a part in a tensor."""
 
-    start: Count
-    """The index at which the part begins."""
-    size: Count
-    """The number of indices of the whole tensor."""
+    start: list[Count]
+    """The index at which the part begins, in each dimension."""
+    shape: list[Count]
+    """The shape of the whole tensor."""
 
 
 def shard_file(shard: int) -> str:
@@ -73,18 +76,6 @@ def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def cut_of(tensor: Tensor) -> Cut | None:
-    """The place of this process's shard in a tensor; None if this process holds the whole."""
-    if not is_sharded(tensor) or tensor.device_mesh.size() == 1:
-        return None
-    assert all(placement.is_shard(0) for placement in tensor.placements), "the training loop shards so"
-    size = tensor.shape[0]
-    each = -(-size // tensor.device_mesh.size())
-    start = min(size, each * tensor.device_mesh.get_local_rank())
-    assert len(local(tensor)) == min(each, size - start), "shards are equal, but for the last ones"
-    return Cut(start, size)
-
-
 def write_shard(path: Path, shard: int, num_shards: int, tensors: Mapping[str, Tensor]) -> None:
     """Write this process's parts of the tensors, and its share of those that every process holds whole.
 
@@ -97,13 +88,16 @@ def write_shard(path: Path, shard: int, num_shards: int, tensors: Mapping[str, T
     Raises:
         FileWriteError: with the file's name.
     """
-    cuts = {name: cut for name, tensor in tensors.items() if (cut := cut_of(tensor)) is not None}
+    cuts: dict[str, Cut] = {}
     mine: dict[str, Tensor] = {}
     for index, (name, tensor) in enumerate(tensors.items()):
-        part = local(tensor)
-        if (len(part) > 0 or shard == 0) if name in cuts else index % num_shards == shard:
+        is_cut, part = is_sharded(tensor) and tensor.device_mesh.size() > 1, part_of(local(tensor), tensor)
+        if (part.numel() > 0 or shard == 0) if is_cut else index % num_shards == shard:
             mine[name] = part.contiguous()
-    metadata = {_CUTS: json.dumps({name: asdict(cut) for name, cut in cuts.items() if name in mine})}
+            if is_cut:
+                start = [each.start for each in own_place(tensor, part=True)]
+                cuts[name] = Cut(start, list(tensor.shape))
+    metadata = {_CUTS: json.dumps({name: asdict(cut) for name, cut in cuts.items()})}
     file = path / shard_file(shard)
     with writing(file, sum(tensor.nbytes for tensor in mine.values())):
         safetensors.torch.save_file(mine, file, metadata)
@@ -111,7 +105,7 @@ def write_shard(path: Path, shard: int, num_shards: int, tensors: Mapping[str, T
 
 
 def read_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Read tensors of a checkpoint in place, as they were saved or on another number of shards.
+    """Read tensors of a checkpoint in place, as they were saved or on another mesh.
 
     Args:
         path: directory of the checkpoint, whose checksums were checked.
@@ -132,7 +126,7 @@ def read_files(files: Sequence[Path], tensors: Mapping[str, Any], *, source: str
             if name not in saved:
                 raise CheckpointError(f"{source} lacks {name}: it is of another model, or of another run")
             _check_like(name, tensor, saved[name], source)
-            _read_tensor(local(tensor), cut_of(tensor), saved[name])
+            _read_tensor(local(tensor), own_place(tensor, part=False), saved[name])
 
 
 _Part = tuple[Any, Cut | None]
@@ -140,7 +134,7 @@ _Part = tuple[Any, Cut | None]
 
 
 def _saved(files: Sequence[Path], stack: ExitStack, source: str) -> dict[str, list[_Part]]:
-    """The parts of each tensor in some files, in their order along the cut."""
+    """The parts of each tensor in some files."""
     parts: dict[str, list[_Part]] = {}
     for file in files:
         try:
@@ -151,27 +145,45 @@ def _saved(files: Sequence[Path], stack: ExitStack, source: str) -> dict[str, li
         except (SafetensorError, OSError, FileError) as error:
             raise CheckpointError(f"{file} can't be read: {error}") from error
     for name, of_one in parts.items():
-        of_one.sort(key=lambda part: part[1].start if part[1] else 0)
         if not _are_one_tensor(of_one):
             raise CheckpointError(f"{source} is damaged: its parts of {name} do not make up one tensor")
     return parts
 
 
 def _are_one_tensor(parts: list[_Part]) -> bool:
-    """True if the parts follow each other without a gap or an overlap, and have one type and one width."""
-    shapes, cuts = [part.get_shape() for part, _ in parts], [cut for _, cut in parts if cut is not None]
+    """True if the parts fill the tensor without an overlap, and have one type."""
+    sizes, cuts = [part.get_shape() for part, _ in parts], [cut for _, cut in parts if cut is not None]
     if not cuts:
         return len(parts) == 1
-    ends = [0, *(cut.start + (shape or [0])[0] for cut, shape in zip(cuts, shapes, strict=False))]
-    kinds = {(part.get_dtype(), len(shape), *shape[1:]) for (part, _), shape in zip(parts, shapes, strict=True)}
-    sizes = {cut.size for cut in cuts}
-    return len(cuts) == len(parts) and [*(cut.start for cut in cuts), *sizes] == ends and len(kinds) == 1
+    shape = cuts[0].shape
+    if len(cuts) < len(parts) or any(cut.shape != shape or len(cut.start) != len(shape) for cut in cuts):
+        return False
+    if len({part.get_dtype() for part, _ in parts}) > 1 or any(len(size) != len(shape) for size in sizes):
+        return False
+    places = [
+        [(start, start + length) for start, length in zip(cut.start, size, strict=True)]
+        for cut, size in zip(cuts, sizes, strict=True)
+        if math.prod(size)
+    ]
+    is_inside = all(end <= most for place in places for (_, end), most in zip(place, shape, strict=True))
+    overlap = any(_common(one, other) for one, other in combinations(places, 2))
+    return is_inside and not overlap and sum(map(math.prod, sizes)) == math.prod(shape)
+
+
+_Ends = Sequence[tuple[int, int]]
+"""The first index of a place in each dimension, and the one after its last."""
+
+
+def _common(one: _Ends, other: _Ends) -> _Ends:
+    """The place that two have in common; of no dimension if there is none."""
+    both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
+    return both if all(start < end for start, end in both) else []
 
 
 def _check_like(name: str, tensor: Tensor, parts: list[_Part], source: str) -> None:
     """Refuse a tensor of another shape or type than the one to be read into."""
     part, cut = parts[0]
-    shape = tuple(part.get_shape() if cut is None else [cut.size, *part.get_shape()[1:]])
+    shape = tuple(part.get_shape() if cut is None else cut.shape)
     if shape != tuple(tensor.shape) or _DTYPES.get(part.get_dtype()) != tensor.dtype:
         raise CheckpointError(
             f"{source} has {name} as {part.get_dtype()} of shape {shape}, and the run needs "
@@ -187,17 +199,18 @@ _DTYPES = {
 """Types of tensors by the names that safetensors has for them."""
 
 
-def _read_tensor(shard: Tensor, cut: Cut | None, parts: list[_Part]) -> None:
-    """Copy what the parts have of a shard, or of a whole tensor, into it."""
+def _read_tensor(shard: Tensor, place: tuple[slice, ...], parts: list[_Part]) -> None:
+    """Copy what the parts have of a shard, which lies at a place in its tensor, or of a whole tensor."""
     if not shard.ndim:
         shard.copy_(parts[0][0][...])
         return
-    first = cut.start if cut is not None else 0
-    for part, place in parts:
-        start = place.start if place is not None else 0
-        low, high = max(first, start), min(first + len(shard), start + part.get_shape()[0])
-        if low < high:
-            shard[low - first : high - first].copy_(part[low - start : high - start])
+    for part, cut in parts:
+        starts = cut.start if cut is not None else [0] * shard.ndim
+        saved = [(start, start + size) for start, size in zip(starts, part.get_shape(), strict=True)]
+        if both := _common(saved, [(each.start, each.stop) for each in place]):
+            to = tuple(slice(a - each.start, b - each.start) for (a, b), each in zip(both, place, strict=True))
+            source = tuple(slice(a - start, b - start) for (a, b), start in zip(both, starts, strict=True))
+            shard[to].copy_(part[source])
 
 
 def write_checksums(path: Path, checksums: Mapping[str, str]) -> None:

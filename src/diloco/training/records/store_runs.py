@@ -1,6 +1,7 @@
 """A run of the trainer as it lies in a store: its config from entry 0, its initial parameters, and Θ."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.replay import INITIAL, replayed
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.joined import check_text, config_of, facts_of, known
-from diloco.training.config.resolve import check_model, check_sizes
+from diloco.training.config.resolve import DATA_DIGEST, check_model, check_sizes, text_facts
+from diloco.training.records.runs import newest_runs, read_asked
 
 
 def store_config(url: str, prepared: Path | None) -> TrainConfig:
@@ -31,11 +33,24 @@ def store_config(url: str, prepared: Path | None) -> TrainConfig:
     facts = facts_of(url)
     config = known(url, config_of(facts))
     if prepared is None:
-        raise UserError(f"{url} does not hold the run's text: set prepared to its directory here", "prepared")
+        raise UserError(f"{url} does not hold the run's text: {_place_of_text(facts)}", "prepared")
     with setting("prepared", prepared):
         check_text(facts, prepared)
     name = url.rstrip("/").rpartition("/")[2]
     return replace(config, name=name, data=replace(config.data, prepared=prepared))
+
+
+def _place_of_text(facts: Mapping[str, Any]) -> str:
+    """The sentence that says where the run's text is, by the runs of this directory."""
+    for directory in newest_runs(TrainConfig.runs):
+        with suppress(UserError):  # damaged, or its text was moved
+            prepared = read_asked(directory).data.prepared
+            if prepared is not None and text_facts(prepared).digest == facts.get(DATA_DIGEST):
+                return f"{directory} has read it: set prepared={prepared}"
+    return (
+        "set prepared to its directory here, which diloco train names after 'data' as a replica begins, with the "
+        f"digest {facts.get(DATA_DIGEST)!s:.16}"
+    )
 
 
 def store_parameters(url: str) -> tuple[LanguageModel, int]:

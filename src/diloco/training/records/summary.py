@@ -95,16 +95,20 @@ class Summary:
     """M; with a rendezvous the number of contributors."""
     shards_per_replica: Count = 1
     """S."""
+    tensor_parallel: Count = 1
+    """Processes of a replica that compute on the same sequences."""
     ddp_per_replica: Count = 1
-    """Processes that share a replica's batch."""
+    """Copies of a replica's parameters, which share its batch."""
     eval_tokens: Count = 0
     """Held-out tokens that were evaluated."""
     wall_seconds: Seconds = 0.0
     """Time of all steps."""
-    compute_utilization: float = 1.0
+    compute_utilization: float | None = None
     """The share of the time of all steps in which training did not wait for other replicas, their mean."""
     tokens_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """Tokens a second of all replicas, at the pace of replica 0."""
+    """Tokens a second of all replicas, at the pace of replica 0; with a rendezvous, while this one trained."""
+    replica_tokens_per_second: float | None = None
+    """With a rendezvous, those of this replica's own."""
     model_flops_utilization: float | None = None
     """The model's operations over those that a GPU of replica 0 can do in that time, if it is known (MFU)."""
     peak_memory_bytes: Count | None = None
@@ -187,14 +191,20 @@ def open_held_out(config: TrainConfig) -> HeldOut:
 
 def evaluate(state: TrainState, world: World, held_out: HeldOut, *, together: bool) -> HeldOutLoss:
     """Held-out loss of the outer parameters on this process's share of the text, or together on all of it."""
-    windows, rank, num_ranks = held_out.windows, world.everyone.replica, world.everyone.num_replicas
-    mine = [*windows[rank::num_ranks]]
+    # Processes that compute together read the same windows.
+    each = world.num_ranks // world.num_readers
+    windows, reader, num_readers = (
+        held_out.windows,
+        world.everyone.replica // each,
+        world.everyone.num_replicas // each,
+    )
+    mine = [*windows[reader::num_readers]]
     # All processes of a replica must take the same number of passes: a shorter share repeats a window.
-    padded = mine + mine[-1:] * (-(-len(windows) // num_ranks) - len(mine))
+    padded = mine + mine[-1:] * (-(-len(windows) // num_readers) - len(mine))
     with state.sync.outer_parameters_applied():
         losses = held_out.losses(state.model, padded, world.device)[: len(mine)]
     if together:
-        losses = [loss for share_of_one in share(world.everyone, losses, list[float]) for loss in share_of_one]
+        losses = [loss for own in share(world.everyone, losses, list[float])[::each] for loss in own]
     return held_out.mean(losses)
 
 
@@ -238,11 +248,12 @@ def _summary(
     counted = {} if rendezvous is None else contributors(rendezvous.state)
     num_replicas = len(counted) or config.num_replicas
     utilization = model_flops_utilization(config.step_flops, world.device, state.seconds / state.step)
-    replica_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
+    own_pace = config.replica_tokens * state.step / state.seconds
     return {
         "method": config.method,
         "num_replicas": num_replicas,
         "shards_per_replica": config.shards_per_replica,
+        "tensor_parallel": config.tensor_parallel,
         "ddp_per_replica": config.ddp_per_replica,
         "num_params": num_params,
         "num_trained_params": num_trained,
@@ -253,7 +264,7 @@ def _summary(
         "eval_bits_per_byte": loss.bits_per_byte,
         "eval_tokens": loss.num_tokens,
         "wall_seconds": state.seconds,
-        "tokens_per_second": num_replicas * replica_tokens * state.step / state.seconds,
+        "tokens_per_second": num_replicas * own_pace if rendezvous is None else 0.0,
         "model_flops_utilization": utilization,
         "peak_memory_bytes": peak_memory_bytes(world.device),
         "bytes_sent_per_replica": state.sync.bytes_sent,
@@ -261,7 +272,7 @@ def _summary(
         "device": world.device.type,
         "machine": machine_name(world.device),
         "precision": "bf16" if world.autocast else "fp32" if config.precision == "auto" else config.precision,
-    } | ({} if rendezvous is None else _of_the_log(rendezvous, counted))
+    } | ({} if rendezvous is None else {"replica_tokens_per_second": own_pace} | _of_the_log(rendezvous, counted))
 
 
 def _of_the_log(rendezvous: "StoreRendezvous", counted: Mapping[str, Contributor]) -> dict[str, Any]:

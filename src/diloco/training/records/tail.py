@@ -16,6 +16,7 @@ from typing import Generic, Self, TypeVar
 import torch
 
 from diloco.errors import FileError, UserError
+from diloco.rendezvous.log.run import LOSS_TAIL
 from diloco.schedule import Schedule
 from diloco.schema import decoded, read_json
 from diloco.training.config.config import TrainConfig
@@ -30,9 +31,7 @@ MOST_BINS = 256
 _BYTES_A_LOOK = 4 << 20
 """The most that a look reads of one file; the next look reads on."""
 _RECENT_STEPS = 50
-_TAIL = 20
-"""The loss of a run is the mean over the last 1/20 of its steps."""
-LOSS_MEANING = f"mean of the last {100 // _TAIL} % of steps"
+LOSS_MEANING = f"mean of the last {100 // LOSS_TAIL} % of steps"
 """The definition of the training loss, which is named where it is shown."""
 _SILENT_SECONDS = 60.0
 _SILENT_STEPS = 20
@@ -144,7 +143,7 @@ class ReplicaSteps:
         before = self.last.tokens if self.last else self._tokens_before
         self._recent.append(step)
         self._last_losses.append(step.loss)
-        while len(self._last_losses) > max(1, step.step // _TAIL):
+        while len(self._last_losses) > max(1, step.step // LOSS_TAIL):
             self._last_losses.popleft()
         if step.eval_loss is not None:
             self.evaluated = step

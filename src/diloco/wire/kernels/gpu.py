@@ -23,19 +23,26 @@ _PACKED = 2048
 """Elements that a program packs, if its blocks are short; with four warps among the best of ten on an H200."""
 
 
-_UNPACKED = 2048
-"""Elements that a program unpacks."""
+_UNPACKED = 512
+"""Elements that a program unpacks; with two warps the best of eight settings on an H200."""
 
 
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 """A product and a sum are rounded one after the other, as torch rounds them."""
 
 
-_UNPACK_OPTIONS = _OPTIONS | {"num_warps": 4}
+_UNPACK_OPTIONS = _OPTIONS | {"num_warps": 2}
 
 
-_SIZE = 1024
-"""Elements of a program of the sparse codecs and of those without a scale."""
+_SIZE = 512
+"""Elements of a program of the sparse codecs; with four warps the best of five settings on an H200."""
+
+
+_CAST = 2048
+"""Elements of a program of the codecs without a scale; with eight warps the best of five settings on an H200."""
+
+
+_CAST_OPTIONS = _OPTIONS | {"num_warps": 8}
 
 
 _HISTOGRAMS = 64
@@ -132,7 +139,10 @@ class GpuCasts:
 
     def _run(self, function: Any, tensors: tuple[Tensor, Tensor], **choices: bool) -> Tensor:
         num_elements, bad = tensors[0].numel(), torch.zeros((), dtype=torch.int32, device=tensors[0].device)
-        _start(function, num_elements, *tensors, bad, num_elements, MANTISSA=self._mantissa, **choices)
+        if num_programs := -(-num_elements // _CAST):
+            with _on(bad.device):
+                start, sizes = function[num_programs,], {"MANTISSA": self._mantissa, "SIZE": _CAST}
+                start(*tensors, bad, num_elements, **sizes, **choices, **_CAST_OPTIONS)
         return bad == 0
 
 

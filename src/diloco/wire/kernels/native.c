@@ -1,5 +1,5 @@
-// One pass over memory where plain torch takes several: the codecs with one scale per block, the outer step,
-// and the digest of Θ.
+// One pass over memory where plain torch takes several: the codecs with one scale per block, those without a scale,
+// what sparse codecs keep, the outer step, and the digest of Θ.
 // Every operation is rounded on its own, as in the reference: compile with -ffp-contract=off.
 
 #include <math.h>
@@ -249,6 +249,159 @@ CODEC(int8, 8, 4)
 CODEC(int4, 4, 4)
 CODEC(int2, 2, 4)
 
+// Flags of bytes that are 0 or 1, as bits; bit i is that of element i.
+INLINE uint64_t bits_of_flags(const uint8_t flag[64]) {
+    uint64_t bits = 0;
+    for (int i = 0; i < 8; i++) {
+        uint64_t eight;
+        memcpy(&eight, flag + 8 * i, 8);
+        bits |= (eight * 0x0102040810204080u) >> 56 << 8 * i;
+    }
+    return bits;
+}
+INLINE uint64_t first_bits(int64_t n) { return n < 64 ? ((uint64_t)1 << n) - 1 : ~(uint64_t)0; }
+
+// Those of 64 positions that a diloco.wire.payload.Mask has.
+typedef struct { uint32_t word[2], most; } Mask;
+INLINE uint64_t mask_bits(uint32_t position, Mask mask) {
+    uint8_t flag[64];
+    for (uint32_t i = 0; i < 64; i++) {
+        uint32_t x = (position + i) ^ mask.word[0];
+        x = (x ^ x >> 16) * 0x7FEB352Du ^ mask.word[1];
+        x = (x ^ x >> 15) * 0x846CA68Bu;
+        flag[i] = x <= mask.most;
+    }
+    return bits_of_flags(flag);
+}
+int64_t mask_count(int64_t first, int64_t n, uint32_t word0, uint32_t word1, uint32_t most) {
+    Mask mask = {{word0, word1}, most};
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i += 64)
+        count += __builtin_popcountll(mask_bits((uint32_t)(first + i), mask) & first_bits(n - i));
+    return count;
+}
+// Write the values that a mask keeps of n elements, at most `room`; return 1 if an element is not finite.
+int mask_pack(
+    const float *x, int64_t first, int64_t n, uint32_t word0, uint32_t word1, uint32_t most, int64_t room, float *kept) {
+    Mask mask = {{word0, word1}, most};
+    uint32_t top = 0;
+    int64_t k = 0;
+    for (int64_t i = 0; i < n; i += 64) {
+        int64_t num = n - i < 64 ? n - i : 64;
+        uint32_t here = num == 64 ? largest(x + i, 64) : largest(x + i, num);
+        top = here > top ? here : top;
+        uint64_t bits = mask_bits((uint32_t)(first + i), mask) & first_bits(num);
+        for (; bits && k < room; bits &= bits - 1) kept[k++] = x[i + __builtin_ctzll(bits)];
+    }
+    return top >= 0x7F800000;
+}
+// Write zeros and the kept values, or add these.
+int mask_unpack(
+    float *x, int64_t first, int64_t n, uint32_t word0, uint32_t word1, uint32_t most, int64_t room, const float *kept,
+    int add) {
+    Mask mask = {{word0, word1}, most};
+    int64_t k = 0;
+    for (int64_t i = 0; i < n; i += 64) {
+        int64_t num = n - i < 64 ? n - i : 64;
+        uint64_t bits = mask_bits((uint32_t)(first + i), mask) & first_bits(num);
+        if (!add) memset(x + i, 0, 4 * (size_t)num);
+        for (; bits && k < room; bits &= bits - 1) {
+            float *to = x + i + __builtin_ctzll(bits);
+            *to = add ? *to + kept[k] : kept[k];
+            k++;
+        }
+    }
+    return 0;
+}
+
+INLINE uint32_t magnitude_of(float x) { return bits_of(x) & 0x7FFFFFFF; }
+
+INLINE uint64_t in_bin(const float *x, int64_t n, uint32_t bin) {
+    uint8_t flag[64] = {0};
+    for (int64_t i = 0; i < n; i++) flag[i] = magnitude_of(x[i]) >> 16 == bin;
+    return bits_of_flags(flag);
+}
+// Count magnitudes by their upper 15 bits, or, of those whose upper bits are `bin`, by their lower 16.
+int topk_histogram(const float *x, int64_t n, int32_t bin, uint32_t *counts) {
+    for (int64_t i = 0; bin < 0 && i < n; i++) counts[magnitude_of(x[i]) >> 16]++;
+    for (int64_t i = 0; bin >= 0 && i < n; i += 64) {
+        uint64_t bits = n - i < 64 ? in_bin(x + i, n - i, (uint32_t)bin) : in_bin(x + i, 64, (uint32_t)bin);
+        for (; bits; bits &= bits - 1) counts[magnitude_of(x[i + __builtin_ctzll(bits)]) & 0xFFFF]++;
+    }
+    return 0;
+}
+// Count the magnitudes above a threshold, then those at it.
+int topk_count(const float *x, int64_t n, uint32_t threshold, int64_t counts[2]) {
+    int64_t above = 0, equal = 0;
+    for (int64_t i = 0; i < n; i++) {
+        above += magnitude_of(x[i]) > threshold;
+        equal += magnitude_of(x[i]) == threshold;
+    }
+    counts[0] = above;
+    counts[1] = equal;
+    return 0;
+}
+INLINE uint64_t at_least(const float *x, int64_t n, uint32_t threshold) {
+    uint8_t flag[64] = {0};
+    for (int64_t i = 0; i < n; i++) flag[i] = magnitude_of(x[i]) >= threshold;
+    return bits_of_flags(flag);
+}
+// Write values and places of the magnitudes above a threshold, and of the first `ties` at it.
+int topk_select(
+    const float *x, int64_t first, int64_t n, uint32_t threshold, int64_t ties, float *kept, int64_t *places) {
+    int64_t k = 0;
+    for (int64_t i = 0; i < n; i += 64) {
+        uint64_t bits = n - i < 64 ? at_least(x + i, n - i, threshold) : at_least(x + i, 64, threshold);
+        for (; bits; bits &= bits - 1) {
+            int64_t at = i + __builtin_ctzll(bits);
+            if (magnitude_of(x[at]) == threshold && ties-- <= 0) continue;
+            kept[k] = x[at];
+            places[k++] = first + at;
+        }
+    }
+    return 0;
+}
+// Write or read the places of a top-k payload: low bits of each, then the bit vector, in zeroed memory.
+int places_pack(const int64_t *places, int64_t k, int num_low, uint8_t *low, uint8_t *high) {
+    uint64_t held = 0;
+    int num_held = 0;
+    for (int64_t j = 0; j < k; j++) {
+        int64_t bit = j + (places[j] >> num_low);
+        high[bit >> 3] |= (uint8_t)(1 << (bit & 7));
+        held |= ((uint64_t)places[j] & first_bits(num_low)) << num_held;
+        for (num_held += num_low; num_held >= 8; num_held -= 8, held >>= 8) *low++ = (uint8_t)held;
+    }
+    if (num_held) *low = (uint8_t)held;
+    return 0;
+}
+// Return 1 if there are not k ascending places below n.
+int places_unpack(
+    const uint8_t *low, const uint8_t *high, int64_t num_high, int64_t k, int num_low, int64_t n, int64_t *places) {
+    uint64_t held = 0;
+    int num_held = 0;
+    int64_t j = 0, last = -1;
+    for (int64_t start = 0; start < num_high; start += 64) {
+        int64_t num_bits = num_high - start < 64 ? num_high - start : 64;
+        uint64_t bits = 0;
+        memcpy(&bits, high + start / 8, (size_t)(num_bits + 7) / 8);
+        for (bits &= first_bits(num_bits); bits; bits &= bits - 1, j++) {
+            if (j == k) return 1;
+            for (; num_held < num_low; num_held += 8) held |= (uint64_t)*low++ << num_held;
+            int64_t place = (start + __builtin_ctzll(bits) - j) << num_low | (int64_t)(held & first_bits(num_low));
+            held >>= num_low;
+            num_held -= num_low;
+            if (place <= last || place >= n) return 1;
+            places[j] = last = place;
+        }
+    }
+    return j != k;
+}
+// Write or add values in ascending places.
+int places_write(const int64_t *places, const float *kept, int64_t k, float *x, int add) {
+    for (int64_t j = 0; j < k; j++) x[places[j]] = add ? x[places[j]] + kept[j] : kept[j];
+    return 0;
+}
+
 // BF16 is the upper half of FP32, rounded to nearest, ties to even.
 INLINE float of_bf16(uint16_t b) { return float_of((uint32_t)b << 16); }
 INLINE uint16_t to_bf16(float x) {
@@ -256,6 +409,49 @@ INLINE uint16_t to_bf16(float x) {
     return (uint16_t)((b & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
 }
 INLINE float itself(float x) { return x; }
+
+// The formats without a scale saturate; NAME_pack and NAME_unpack return 1 if an element is not finite.
+INLINE uint16_t saturated_bf16(float x) {
+    uint32_t b = bits_of(x), magnitude = b & 0x7FFFFFFF, rounded = (magnitude + 0x7FFF + (magnitude >> 16 & 1)) >> 16;
+    return (uint16_t)((b >> 16 & 0x8000) | (rounded < 0x7F7F ? rounded : 0x7F7F));
+}
+INLINE uint16_t saturated_fp16(float x) {
+    uint32_t b = bits_of(x), magnitude = b & 0x7FFFFFFF;
+    uint32_t normal = (magnitude + 0xFFF + (magnitude >> 13 & 1) - 0x38000000) >> 13;
+    // Beside 2^-1, whose last bit is 2^-24, a number is rounded as a subnormal is.
+    uint32_t subnormal = bits_of(float_of(magnitude < 0x38800000 ? magnitude : 0) + 0.5f) - 0x3F000000;
+    uint32_t code = magnitude < 0x38800000 ? subnormal : normal;
+    return (uint16_t)((b >> 16 & 0x8000) | (code < 0x7BFF ? code : 0x7BFF));
+}
+INLINE float of_fp16(uint16_t c) {
+    uint32_t magnitude = c & 0x7FFF, sign = (uint32_t)(c & 0x8000) << 16;
+    uint32_t normal = (magnitude << 13) + 0x38000000;
+    uint32_t special = magnitude >= 0x7C00 ? 0x7F800000 : normal;
+    return float_of(sign | (magnitude < 0x400 ? bits_of((float)(int32_t)magnitude * 0x1p-24f) : special));
+}
+#define CAST(NAME, TYPE, READ, WRITE) \
+    int NAME##_pack(const float *restrict x, int64_t n, TYPE *restrict code) { \
+        uint32_t top = 0; \
+        for (int64_t i = 0; i < n; i++) { \
+            uint32_t magnitude = bits_of(x[i]) & 0x7FFFFFFF; \
+            top = magnitude > top ? magnitude : top; \
+            code[i] = WRITE(x[i]); \
+        } \
+        return top >= 0x7F800000; \
+    } \
+    int NAME##_unpack(const TYPE *restrict code, int64_t n, float *restrict x, int add) { \
+        uint32_t top = 0; \
+        for (int64_t i = 0; i < n; i++) { \
+            float value = READ(code[i]); \
+            uint32_t magnitude = bits_of(value) & 0x7FFFFFFF; \
+            top = magnitude > top ? magnitude : top; \
+            x[i] = add ? x[i] + value : value; \
+        } \
+        return top >= 0x7F800000; \
+    }
+CAST(fp32, float, itself, itself)
+CAST(bf16, uint16_t, of_bf16, saturated_bf16)
+CAST(fp16, uint16_t, of_fp16, saturated_fp16)
 
 // Δ = total/M; v ← μ v + Δ; Θ ← Θ − η (Δ + μ v); θ ← α θ + (1 − α) Θ, with θ of any type
 #define OUTER_STEP(NAME, TYPE, READ, WRITE) \

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ctypes import c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.files import sha256, write_atomically
 
+T = TypeVar("T")
 _SOURCE = Path(__file__).with_name("native.c")
 
 
@@ -116,7 +118,7 @@ class Native:
 
     def pack(self, name: str, block: int, delta_N: Tensor, scales: Tensor, codes: Tensor) -> bool:
         """Write the scales and codes of the block codec `name`; False if an element is not finite."""
-        pack = self._function(f"{name}_pack", c_void_p, c_int64, c_int64, c_void_p, c_void_p)
+        pack = self.function(f"{name}_pack", c_void_p, c_int64, c_int64, c_void_p, c_void_p)
         addresses = self._addresses(name, block, scales, codes, delta_N)
 
         def call(start: int, length: int) -> bool:
@@ -127,7 +129,7 @@ class Native:
 
     def unpack(self, name: str, block: int, scales: Tensor, codes: Tensor, to_N: Tensor, *, add: bool) -> bool:
         """Write the values, or add them; False if `pack` never writes one of the scales or codes."""
-        unpack = self._function(f"{name}_unpack", c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int)
+        unpack = self.function(f"{name}_unpack", c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int)
         addresses = self._addresses(name, block, scales, codes, to_N)
 
         def call(start: int, length: int) -> bool:
@@ -135,6 +137,25 @@ class Native:
             return unpack(scales_at, codes_at, length, block, to_at, add) == 0
 
         return _on_threads(call, to_N.numel(), block)
+
+    def cast_pack(self, name: str, delta_N: Tensor, body: Tensor) -> bool:
+        """Write the elements in the format `name`, which has no scale; False if one is not finite."""
+        pack, size = self.function(f"{name}_pack", c_void_p, c_int64, c_void_p), body.numel() // delta_N.numel()
+
+        def call(start: int, length: int) -> bool:
+            return pack(delta_N.data_ptr() + 4 * start, length, body.data_ptr() + size * start) == 0
+
+        return _on_threads(call, delta_N.numel(), 16)
+
+    def cast_unpack(self, name: str, body: Tensor, to_N: Tensor, *, add: bool) -> bool:
+        """Write the values, or add them; False if one is not finite."""
+        unpack = self.function(f"{name}_unpack", c_void_p, c_int64, c_void_p, c_int)
+        size = body.numel() // to_N.numel()
+
+        def call(start: int, length: int) -> bool:
+            return unpack(body.data_ptr() + size * start, length, to_N.data_ptr() + 4 * start, add) == 0
+
+        return _on_threads(call, to_N.numel(), 16)
 
     def outer_step(self, vectors: Sequence[Tensor], scalars: Sequence[float]) -> None:
         """Update Θ, v and θ in place from Σ Δ, in `diloco.outer.nesterov`'s rule.
@@ -147,7 +168,7 @@ class Native:
         dtypes = (*[torch.float32] * 3, dtype)
         for name, vector, expected in zip(("Θ", "v", "Σ Δ", "θ"), vectors, dtypes, strict=True):
             _check_reach(name, vector, expected, vectors[0].numel())
-        step = self._function(OUTER_STEPS[dtype], *[c_void_p] * 4, c_int64, *[c_float] * 5)
+        step = self.function(OUTER_STEPS[dtype], *[c_void_p] * 4, c_int64, *[c_float] * 5)
 
         def call(start: int, length: int) -> bool:
             step(*(vector.data_ptr() + vector.itemsize * start for vector in vectors), length, *scalars)
@@ -158,7 +179,7 @@ class Native:
     def outer_digest(self, outer_N: Tensor, block: int) -> int:
         """The digest of Θ in `diloco.outer.digest`, whose blocks have `block` elements."""
         _check_reach("Θ", outer_N, torch.float32, outer_N.numel())
-        digest = self._function("outer_digest", c_void_p, c_int64, c_uint64, result=c_uint64)
+        digest = self.function("outer_digest", c_void_p, c_int64, c_uint64, result=c_uint64)
         parts: list[int] = []
 
         def call(start: int, length: int) -> bool:
@@ -168,7 +189,8 @@ class Native:
         _on_threads(call, outer_N.numel(), block)
         return sum(parts) % (1 << 64)
 
-    def _function(self, name: str, *types: type, result: type = c_int) -> Callable[..., int]:
+    def function(self, name: str, *types: type, result: type = c_int) -> Callable[..., int]:
+        """A function of native.c."""
         function = getattr(self._library, name)
         if function.argtypes is None:  # set once: ctypes frees the old ones, which another thread's call may read
             function.restype = result
@@ -213,14 +235,23 @@ def _check_reach(name: str, tensor: Tensor, dtype: torch.dtype, num_elements: in
 
 
 def _on_threads(call: Callable[[int, int], bool], num_elements: int, unit: int) -> bool:
-    """Call a function on (start, length) of ranges that begin at multiples of `unit`; True if all calls are."""
-    num_threads = min(torch.get_num_threads(), num_elements // _ELEMENTS_PER_THREAD)
-    if num_threads < 2:
-        return call(0, num_elements)
-    size = -(-num_elements // (num_threads * unit)) * unit
-    starts = range(0, num_elements, size)
-    with ThreadPoolExecutor(num_threads) as threads:
-        return all(list(threads.map(lambda i: call(i, min(size, num_elements - i)), starts)))
+    """Call a function on the `ranges` of N elements; True if all calls are."""
+    return all(on_threads(call, ranges(num_elements, unit)))
+
+
+def ranges(num_elements: int, unit: int) -> list[tuple[int, int]]:
+    """(start, length) of a range per thread, which begins at a multiple of `unit`; at least one."""
+    num_threads = max(1, min(torch.get_num_threads(), num_elements // _ELEMENTS_PER_THREAD))
+    size = max(1, -(-num_elements // (num_threads * unit))) * unit
+    return [(start, min(size, num_elements - start)) for start in range(0, max(1, num_elements), size)]
+
+
+def on_threads(call: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
+    """The results of calls with these arguments, each on a thread of its own."""
+    if len(arguments) == 1:
+        return [call(*arguments[0])]
+    with ThreadPoolExecutor(len(arguments)) as threads:
+        return list(threads.map(lambda some: call(*some), arguments))
 
 
 @functools.cache

@@ -17,7 +17,7 @@ def pack(delta_ptr, body_ptr, bad_ptr, num_elements, MANTISSA: tl.constexpr, SIZ
     is_here = element < num_elements
     bits = tl.load(delta_ptr + element, mask=is_here, other=0)
     magnitude = bits & 0x7FFFFFFF
-    _report(magnitude >= 0x7F800000, bad_ptr)
+    _check_finite(magnitude, bad_ptr, SIZE)
     if MANTISSA == 23:
         code = bits
     elif MANTISSA == 7:
@@ -45,13 +45,14 @@ def unpack(
         value = (code.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         value = code.to(tl.float16, bitcast=True).to(tl.float32)
-    _report((value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000, bad_ptr)
+    _check_finite(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, bad_ptr, SIZE)
     if ADD:
         value = tl.load(to_ptr + element, mask=is_here, other=0.0) + value
     tl.store(to_ptr + element, value, mask=is_here)
 
 
 @triton.jit
-def _report(is_bad, bad_ptr) -> None:
-    """Write 1 to `bad` if a flag is set."""
-    tl.store(bad_ptr + tl.zeros_like(is_bad.to(tl.int32)), 1, mask=is_bad)
+def _check_finite(magnitude, bad_ptr, SIZE: tl.constexpr) -> None:
+    """Write 1 to `bad` if a magnitude is not that of a finite number; a thread looks at four that it holds."""
+    largest = tl.max(tl.reshape(magnitude, [SIZE // 4, 4]), axis=1)
+    tl.store(bad_ptr + tl.zeros_like(largest), 1, mask=largest >= 0x7F800000)

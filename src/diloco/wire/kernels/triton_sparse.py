@@ -30,12 +30,12 @@ def mask_pack(
     delta_ptr, kept_ptr, ends_ptr, bad_ptr, num_elements, room, word0, word1, most, SIZE: tl.constexpr
 ) -> None:
     """Write the kept values; write 1 to `bad` if an element is not finite."""
-    element, is_here = _elements(num_elements, SIZE)
-    delta = tl.load(delta_ptr + element, mask=is_here, other=0.0)
-    _check_finite(delta, bad_ptr)
+    first, lane, is_here = _lanes(num_elements, SIZE)
+    delta = tl.load(delta_ptr + first + lane, mask=is_here, other=0.0)
+    _check_finite(delta, bad_ptr, SIZE)
     is_kept = _masked(num_elements, word0, word1, most, SIZE)
-    rank = _ranks(is_kept, ends_ptr)
-    tl.store(kept_ptr + rank, delta, mask=is_kept & (rank < room))
+    before, rank = _before(ends_ptr), _ranks(is_kept)
+    tl.store(kept_ptr + before + rank, delta, mask=is_kept & (rank < _left(room, before, SIZE)))
 
 
 @triton.jit(do_not_specialize=_MASK)
@@ -43,16 +43,16 @@ def mask_unpack(
     kept_ptr, to_ptr, ends_ptr, num_elements, room, word0, word1, most, ADD: tl.constexpr, SIZE: tl.constexpr
 ) -> None:
     """Write the kept values and zeros, or add the kept values."""
-    element, is_here = _elements(num_elements, SIZE)
+    first, lane, is_here = _lanes(num_elements, SIZE)
     is_kept = _masked(num_elements, word0, word1, most, SIZE)
-    rank = _ranks(is_kept, ends_ptr)
-    is_kept = is_kept & (rank < room)
-    value = tl.load(kept_ptr + rank, mask=is_kept, other=0.0)
+    before, rank = _before(ends_ptr), _ranks(is_kept)
+    is_kept = is_kept & (rank < _left(room, before, SIZE))
+    value = tl.load(kept_ptr + before + rank, mask=is_kept, other=0.0)
     if ADD:
-        value += tl.load(to_ptr + element, mask=is_kept, other=0.0)
-        tl.store(to_ptr + element, value, mask=is_kept)
+        value += tl.load(to_ptr + first + lane, mask=is_kept, other=0.0)
+        tl.store(to_ptr + first + lane, value, mask=is_kept)
     else:
-        tl.store(to_ptr + element, value, mask=is_here)
+        tl.store(to_ptr + first + lane, value, mask=is_here)
 
 
 @triton.jit
@@ -70,12 +70,12 @@ def histogram(
 
     `counts` has COPIES rows, among which the programs take turns, of 2^15 or 2^16 columns.
     """
-    element, is_here = _elements(num_elements, SIZE)
-    delta = tl.load(delta_ptr + element, mask=is_here, other=0.0)
+    first, lane, is_here = _lanes(num_elements, SIZE)
+    delta = tl.load(delta_ptr + first + lane, mask=is_here, other=0.0)
     magnitude = delta.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     row = tl.program_id(0) % COPIES
     if UPPER:
-        _check_finite(delta, bad_ptr)
+        _check_finite(delta, bad_ptr, SIZE)
         tl.atomic_add(counts_ptr + row * 32768 + (magnitude >> 16), 1, mask=is_here, sem="relaxed")
     else:
         is_here = is_here & (magnitude >> 16 == tl.load(bin_ptr))
@@ -114,44 +114,50 @@ def largest_pack(
     magnitude, is_here, delta = _magnitudes(delta_ptr, num_elements, SIZE)
     threshold, num_ties = tl.load(threshold_ptr), tl.load(ties_ptr)
     is_above, is_equal = magnitude > threshold, (magnitude == threshold) & is_here
-    tie = _ranks(is_equal, equal_ptr)
-    is_kept = is_above | (is_equal & (tie < num_ties))
-    ties_before = tl.minimum(_before(equal_ptr), num_ties)
-    flags = is_kept.to(tl.int32)
-    rank = _before(above_ptr) + ties_before + tl.cumsum(flags, axis=0) - flags
-    element, _ = _elements(num_elements, SIZE)
-    tl.store(places_ptr + rank, element, mask=is_kept)
-    tl.store(kept_ptr + rank, delta, mask=is_kept)
+    ties_before = _before(equal_ptr)
+    is_kept = is_above | (is_equal & (_ranks(is_equal) < _left(num_ties, ties_before, SIZE)))
+    before, rank = _before(above_ptr) + tl.minimum(ties_before, num_ties), _ranks(is_kept)
+    first, lane, _ = _lanes(num_elements, SIZE)
+    tl.store(places_ptr + before + rank, first + lane, mask=is_kept)
+    tl.store(kept_ptr + before + rank, delta, mask=is_kept)
 
 
 @triton.jit
-def _elements(num_elements, SIZE: tl.constexpr):
-    """The program's elements, with a mask."""
-    element = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    return element, element < num_elements
+def _lanes(num_elements, SIZE: tl.constexpr):
+    """The program's first element, the others from there on in 32 bits, and a mask."""
+    first = tl.program_id(0).to(tl.int64) * SIZE
+    lane = tl.arange(0, SIZE)
+    return first, lane, lane < _left(num_elements, first, SIZE)
+
+
+@triton.jit
+def _left(number, before, SIZE: tl.constexpr):
+    """Number of elements left for this program, in 32 bits."""
+    return tl.minimum(tl.maximum(number - before, 0), SIZE).to(tl.int32)
 
 
 @triton.jit
 def _magnitudes(delta_ptr, num_elements, SIZE: tl.constexpr):
     """The elements' magnitudes as integers, a mask, and the elements."""
-    element, is_here = _elements(num_elements, SIZE)
-    delta = tl.load(delta_ptr + element, mask=is_here, other=0.0)
+    first, lane, is_here = _lanes(num_elements, SIZE)
+    delta = tl.load(delta_ptr + first + lane, mask=is_here, other=0.0)
     return delta.to(tl.int32, bitcast=True) & 0x7FFFFFFF, is_here, delta
 
 
 @triton.jit
-def _check_finite(delta, bad_ptr) -> None:
-    """Write 1 to `bad` if an element is not finite."""
-    is_bad = (delta.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= _INFINITY
-    tl.store(bad_ptr + tl.zeros_like(is_bad.to(tl.int32)), 1, mask=is_bad)
+def _check_finite(delta, bad_ptr, SIZE: tl.constexpr) -> None:
+    """Write 1 to `bad` if an element is not finite; a thread looks at four that it holds."""
+    magnitude = tl.reshape(delta.to(tl.int32, bitcast=True) & 0x7FFFFFFF, [SIZE // 4, 4])
+    largest = tl.max(magnitude, axis=1)
+    tl.store(bad_ptr + tl.zeros_like(largest), 1, mask=largest >= _INFINITY)
 
 
 @triton.jit
 def _masked(num_elements, word0, word1, most, SIZE: tl.constexpr):
     """Flags of the program's elements that a mask keeps, as diloco.wire.payload.Mask has them."""
-    element, is_here = _elements(num_elements, SIZE)
+    first, lane, is_here = _lanes(num_elements, SIZE)
     word0, word1 = word0.to(tl.uint32, bitcast=True), word1.to(tl.uint32, bitcast=True)
-    x = element.to(tl.uint32) ^ word0
+    x = (first.to(tl.uint32) + lane.to(tl.uint32)) ^ word0
     x = (x ^ (x >> 16)) * 0x7FEB352D ^ word1
     x = (x ^ (x >> 15)) * 0x846CA68B
     return (x <= most.to(tl.uint32, bitcast=True)) & is_here
@@ -165,7 +171,7 @@ def _before(ends_ptr):
 
 
 @triton.jit
-def _ranks(flags, ends_ptr):
-    """For each element, the number of flags before it, in programs before this one, too."""
+def _ranks(flags):
+    """For each element, the number of flags before it in the program."""
     flags = flags.to(tl.int32)
-    return _before(ends_ptr) + tl.cumsum(flags, axis=0) - flags
+    return tl.cumsum(flags, axis=0) - flags

@@ -1,0 +1,173 @@
+"""Replicas on meshes of several dimensions, with HSDP and tensor parallelism, against replicas of one process."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.processes import run_replicas
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import diloco
+from diloco.engine.elastic_shards import GatheredParameters
+from diloco.engine.parameters import FragmentParameters, gathered, local, own_place
+
+
+class Block(nn.Module):
+    """Rows and columns that 2 does not divide, and a norm, which tensor parallelism leaves whole."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width, bias=False)
+
+
+class Model(nn.Module):
+    """Two blocks, one of them with a norm of one element, and a head in BF16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(5), Block(1)])
+        self.head = nn.Linear(6, 3, bias=False).to(torch.bfloat16)
+
+
+def hsdp(model: Model, mesh: DeviceMesh) -> None:
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+
+
+def tensor(model: Model, mesh: DeviceMesh) -> None:
+    for block in model.blocks:
+        distribute_module(block.norm, mesh)
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    parallelize_module(model.head, mesh, ColwiseParallel())
+
+
+def fsdp_and_tensor(model: Model, mesh: DeviceMesh) -> None:
+    tensor(model, mesh["tensor"])
+    hsdp(model, mesh[tuple(name for name in (mesh.mesh_dim_names or ()) if name != "tensor")])
+
+
+MESHES: dict[str, tuple[Callable[[Model, DeviceMesh], None], dict[str, int]]] = {
+    "hsdp": (hsdp, {"replicate": 2, "shard": 2}),
+    "tensor": (tensor, {"tensor": 4}),
+    "fsdp and tensor": (fsdp_and_tensor, {"shard": 2, "tensor": 2}),
+    "hsdp and tensor": (fsdp_and_tensor, {"replicate": 2, "shard": 2, "tensor": 2}),
+    "hsdp of two": (hsdp, {"replicate": 2, "shard": 1}),
+    "tensor of two": (tensor, {"tensor": 2}),
+    "one process": (lambda model, mesh: None, {}),
+}
+
+
+def fragments_of(model: Model) -> tuple[diloco.Fragment, ...]:
+    return diloco.strided(model, layers_per_fragment=1)
+
+
+def on_mesh(kind: str, num_replicas: int = 1) -> tuple[Model, DeviceMesh]:
+    """A model on the mesh of its replica, and the mesh of all processes."""
+    shard, sizes = MESHES[kind]
+    mesh = init_device_mesh("cpu", (num_replicas, *sizes.values()), mesh_dim_names=("replica", *sizes))
+    model = Model()
+    if sizes:
+        shard(model, mesh[tuple(sizes)])
+    return model, mesh
+
+
+def go_through_parts(kinds: list[str], has_masters: bool) -> None:
+    for kind in kinds:
+        check_parts(kind, has_masters)
+
+
+def check_parts(kind: str, has_masters: bool) -> None:
+    """Parts make up the parameters, and become shards again, in every process and in the first alone."""
+    model, _ = on_mesh(kind)
+    whole = FragmentParameters(Model(), fragments_of(Model()))
+    expected = [whole.flat(p) for p in range(3)]
+    masters = {n: p.detach().float().clone() for n, p in model.named_parameters()} if has_masters else None
+    own = FragmentParameters(model, fragments_of(model), masters)
+    first = GatheredParameters(model, fragments_of(model), masters, timeout_seconds=60)
+    flat, sizes = [own.flat(p) for p in range(3)], [expected_N.numel() for expected_N in expected]
+    counted = own.group.reduce(torch.tensor([flat_N.numel() for flat_N in flat]))
+    assert counted.tolist() == sizes, "each element is in the part of one process"
+    gathered_flat = [first.flat(p) for p in range(3)]
+    if dist.get_rank() == 0:
+        assert all(map(torch.equal, gathered_flat, expected))
+    initial = {name: parameter.detach() for name, parameter in Model().named_parameters()}
+    for parameters, vectors in ((own, flat), (first, gathered_flat)):
+        named = parameters.all_named(vector_N * 3 for vector_N in vectors)
+        for name, tensor in named.items():
+            assert torch.equal(gathered(tensor), initial[name].float() * 3)
+        again = [parameters.flat_of(p, named) for p in range(3)]
+        assert all(map(torch.equal, again, [vector_N * 3 for vector_N in vectors]))
+    for number, parameters in enumerate((own, first), 1):
+        for p in range(3):
+            with parameters.merging(p, 1) as theta:
+                for part in theta:
+                    part.mul_(2.0)
+        for name, parameter in model.named_parameters():
+            expected_now = initial[name] * 2.0**number
+            assert torch.equal(gathered(parameter.detach()), expected_now)
+            # Of the processes with the same shard torch gathers that of one.
+            assert torch.equal(local(parameter), expected_now[own_place(parameter, part=False)])
+
+
+@pytest.mark.parametrize("has_masters", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_each_element_is_in_the_part_of_one_process(has_masters: bool):
+    run_replicas(go_through_parts, 4, ["hsdp", "tensor", "fsdp and tensor"], has_masters)
+
+
+@pytest.mark.slow
+def test_each_element_is_in_the_part_of_one_process_of_eight():
+    run_replicas(go_through_parts, 8, ["hsdp and tensor"], False)
+
+
+def train(kind: str) -> tuple[str, str, int]:
+    """The hashes of Θ and of θ, and the bytes that the replica has sent."""
+    model, mesh = on_mesh(kind, num_replicas=2)
+    exchange = diloco.ProcessGroupExchange(mesh.get_group("replica"), timeout_seconds=60)
+    engine = diloco.StreamingDiLoCo(
+        model, fragments=fragments_of(model), sync_every=4, overlap_steps=1, exchange=exchange, wire="fp32"
+    )
+    whole = {name: parameter.detach() for name, parameter in Model().named_parameters()}
+    for step in range(1, 15):
+        generator = torch.Generator().manual_seed(100 * exchange.replica + step)
+        for name, parameter in model.named_parameters():
+            # The same step of each element, however the parameters are cut.
+            move = torch.randn(whole[name].shape, generator=generator, dtype=torch.float32).to(parameter.dtype)
+            local(parameter).add_(move[own_place(parameter, part=False)], alpha=0.1)
+        engine.step()
+    engine.finish()
+    theta = diloco.outer.digest.parameters_hash(dict(model.named_parameters()), gathered)
+    return engine.outer_hash(), theta, engine.bytes_sent
+
+
+def train_on(kinds: list[str]) -> list[tuple[str, str, int]]:
+    return [train(kind) for kind in kinds]
+
+
+def check_outer_steps(num_processes: int, kinds: list[str]) -> None:
+    """The same Θ and θ, bit for bit, as with replicas of one process, and hardly more bytes."""
+    (one,), (other,) = run_replicas(train_on, 2, ["one process"])
+    assert one[0] == other[0] and one[1] != other[1]
+    for processes in zip(*run_replicas(train_on, num_processes, kinds), strict=True):
+        assert {outer_hash for outer_hash, *_ in processes} == {one[0]}
+        half = num_processes // 2
+        assert [theta for _, theta, _ in processes] == [one[1]] * half + [other[1]] * half
+        # 13 payloads of each process, with a header of at most 48 bytes, and each element once.
+        for _, _, num_bytes in processes:
+            assert 0 < num_bytes - one[2] <= 13 * 48 * (half - 1)
+
+
+def test_replicas_of_two_processes_take_the_outer_steps_of_one():
+    check_outer_steps(4, ["hsdp of two", "tensor of two"])
+
+
+@pytest.mark.slow
+def test_replicas_of_two_by_two_processes_take_the_outer_steps_of_one():
+    check_outer_steps(8, ["hsdp", "tensor", "fsdp and tensor"])
