@@ -74,12 +74,12 @@ class Meter:
         self._longest_seconds = self._longest_own_seconds = 0.0
         self._stepped = self._written = time.perf_counter()
 
-    def step(self, engine: StreamingDiLoCo, *, tokens: int | None = None) -> tuple[OuterStep, ...]:
+    def step(self, engine: StreamingDiLoCo, **measured: Any) -> tuple[OuterStep, ...]:
         """The engine's step, timed."""
         if self._engine is None:
             self._engine, self._stepped = engine, time.perf_counter()
         queued, start = _queued_seconds(), time.perf_counter()
-        steps = _ENGINE_STEP(engine, tokens=tokens)
+        steps = _ENGINE_STEP(engine, **measured)
         seconds = time.perf_counter() - start
         queued_seconds = min(_queued_seconds() - queued, seconds)
         self._in_step_seconds += seconds

@@ -9,9 +9,9 @@ from .scripts import end_of, run
 
 pytestmark = pytest.mark.slow
 PIECES = {
-    "bits": 28,
+    "bits": 31,
     "waits": 6,
-    "wire": 17,
+    "wire": 15,
     "loss": 5,
     "sync": 5,
     "exchange": 2,

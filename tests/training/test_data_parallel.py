@@ -44,6 +44,7 @@ def train_and_resume(num_replicas: int, num_shards: int, folder: Path) -> tuple:
     state.save(checkpoints)
     losses += advance(state, config, world, LAST)
     checkpoints.wait()
+    world.host_group.barrier()  # the first process writes the checksums last
     resumed = initial_state(config, world)
     resumed.load(checkpoints, SAVED)
     same_losses = advance(resumed, config, world, LAST) == losses[SAVED:]

@@ -291,5 +291,5 @@ def _fraction(config: DataConfig, train_bytes: int, read_bytes: int, sizes: Sequ
     """The part of the text that is packed, at least; None where that is not known."""
     fractions = [] if config.max_train_bytes is None else [train_bytes / config.max_train_bytes]
     if not config.weights and None not in sizes:
-        fractions.append(read_bytes / sum(filter(None, sizes)))
+        fractions.append(read_bytes / max(1, sum(filter(None, sizes))))
     return min(1.0, max(fractions)) if fractions else None

@@ -104,7 +104,7 @@ def in_order(
 
     >>> config = DataConfig(train=("a.txt", "b.txt"), weights=(3, 1))
     >>> "".join(in_order([iter("aaaaaaa"), iter("bbb")], config, len))
-    'abaaabaaa'
+    'abaaabaaab'
     """
     if not config.weights:
         yield from chain.from_iterable(streams)
