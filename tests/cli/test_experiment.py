@@ -18,7 +18,11 @@ from diloco.experiments.runner.rows import read_rows, write_rows
 def test_the_commands_of_a_cluster_are_those_of_the_runs(capsys, tmp_path):
     main(["experiment", "freezing", "--tier", "paper", "--commands", "--output", str(tmp_path)])
     words, text, prepare, label, command, *_, frozen, cost = capsys.readouterr().out.splitlines()
-    assert words.startswith("# NODE: ") and text == "# text: hf:allenai/c4:en:train" and prepare.startswith("diloco data prepare --output ")
+    assert (
+        words.startswith("# NODE: ")
+        and text == "# text: hf:allenai/c4:en:train"
+        and prepare.startswith("diloco data prepare --output ")
+    )
     assert label == "# freezing: {'frozen': 'no', 'seed': 0}"
     assert command.startswith("torchrun --nproc-per-node 2 -m diloco train 550m ")
     assert frozen.split().count("--diloco.freeze") == 1 and prepare.split()[4] in frozen
