@@ -185,14 +185,14 @@ def test_an_outer_step_that_comes_with_the_entry_that_closes_the_run_is_taken(tm
 
 
 def test_a_store_that_is_gone_at_the_end_is_waited_for_and_then_said(tmp_path, monkeypatch, caplog) -> None:
-    ours = Replica(str(tmp_path), name="ours", timeout_seconds=0.5)
+    ours = Replica(str(tmp_path), name="ours", timeout_seconds=2)
     until(lambda: min(counted(ours)) >= 0 and not ours.engine._membership.in_flight, ours)
     cut_off(monkeypatch)
     rounds, started = list(ours.rounds), time.monotonic()
     with caplog.at_level(logging.WARNING, "diloco"):
         ours.seen(ours.engine.finish(close=True))
         ours.exchange.leave()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 20
     entry = ours.exchange.entry
     assert f"ours ends with the outer parameters after entry {entry} of the log" in caplog.text
     assert (
