@@ -100,6 +100,8 @@ class ElasticMembership(Membership):
         self.counted = [(0, 0)] * num_fragments
         """For each fragment the tokens and inner steps up to its last send that was counted."""
         self.next_seq = 0
+        self._losses = deque[float | Tensor](maxlen=1 << 10)
+        """Training losses since the last send; the newest ones."""
         self._waiting: tuple[deque[Decision], ...] = tuple(deque() for _ in range(num_fragments))
         """The decisions to take, by fragment, in the log's order; each holds its payloads in memory."""
         self._first_fragment = 0  # whose turn it is
@@ -173,6 +175,10 @@ class ElasticMembership(Membership):
     def fail_together(self) -> AbstractContextManager[None]:
         """A context whose errors end this replica's part in the run."""
         return fail_together(self.rendezvous)
+
+    def take_loss(self, loss: float | Tensor) -> None:
+        """Keep the loss for the log; a tensor is read when something is sent."""
+        self._losses.append(loss.clone() if isinstance(loss, Tensor) else loss)
 
     def is_due(self) -> bool:
         """True if something is sent, decided, waited for, or to be looked at."""
@@ -263,12 +269,12 @@ class ElasticMembership(Membership):
             tokens=tokens,
             steps=steps,
             position=self.joined.start + replica.tokens - self._tokens_before,
-            loss=_mean_loss(replica.losses),
+            loss=_mean_loss(self._losses),
             norms=norms_of(values_N, self.form, source=f"step {step}: the outer gradient of fragment {p}"),
             step=step,
             overlap=replica.settings.schedule.overlap(0),
         )
-        replica.losses.clear()
+        self._losses.clear()
         self._errors[p] = None if flight.error_N is None else (flight.error_N, outer_digest(flight.error_N))
         payloads = tuple(payload.cpu() for payload in flight.payloads)
         self.joined.seat.offer(offer, payloads, values_N if self.form.keep_values else None)

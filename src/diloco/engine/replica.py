@@ -5,7 +5,6 @@ Shapes: N elements of one fragment that this process holds.
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -175,8 +174,6 @@ class Replica:
     """Inner steps taken."""
     tokens: int = 0
     """Tokens read, as far as the training loop tells."""
-    losses: "deque[float | Tensor]" = field(default_factory=partial(deque, maxlen=1 << 10))
-    """Training losses since the last send, which the log tells; the newest ones."""
     bytes_sent: int = 0
     """Payload bytes of all shards, each destination counted."""
     bytes_received: int = 0
@@ -423,6 +420,9 @@ class Membership(ABC):
     @abstractmethod
     def advance(self) -> tuple[OuterStep, ...]:
         """Send the fragments that are due, and merge those whose overlap has passed."""
+
+    def take_loss(self, loss: float | Tensor) -> None:  # noqa: B027  only a log tells it
+        """Take this replica's training loss in the inner step that is counted next."""
 
     def expect_next(self) -> None:  # noqa: B027  nobody knows where replicas come and go
         """Announce the fragment that is used next, if that is known."""

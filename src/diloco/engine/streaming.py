@@ -310,7 +310,7 @@ class StreamingDiLoCo:
             self._loads.check()
         num_tokens = _checked_tokens(tokens)
         if loss is not None:
-            self._replica.losses.append(_checked_loss(loss))
+            self._membership.take_loss(_checked_loss(loss))
         if self._is_first_step:
             self._is_first_step = False
             self._warn_of_buffers()
@@ -646,7 +646,7 @@ def _checked_loss(loss: object) -> float | Tensor:
         UserError: for what is not a number.
     """
     if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
-        return loss.detach().clone()
+        return loss.detach()
     if isinstance(loss, SupportsFloat) and not isinstance(loss, Tensor):
         return float(loss)
     raise UserError(f"loss must be a number, or a tensor of one, not {loss!r}", "loss")
