@@ -171,14 +171,17 @@ function ends(chart, series) {
   return [inX, range(points.flatMap((point) => point.slice(1)), chart.from_zero ? 0 : points[0][1])];
 }
 
-// The ends of the axes of charts of one title, over all runs.
+// A store's charts count outer steps where a run's count tokens.
+const scaleOf = (chart) => `${chart.title} over ${chart.x}`;
+
+// The ends of the axes of charts of one title and unit, over all runs.
 function commonEnds() {
   const made = new Map();
   if (!common.checked) return made;
   for (const one of page.sections)
     for (const chart of one.charts.filter((chart) => chart.is_history && chart.series.length)) {
-      const own = ends(chart, visible(one, chart)), before = made.get(chart.title);
-      if (own) made.set(chart.title, before ? own.map(([low, high], i) =>
+      const own = ends(chart, visible(one, chart)), before = made.get(scaleOf(chart));
+      if (own) made.set(scaleOf(chart), before ? own.map(([low, high], i) =>
         [Math.min(low, before[i][0]), Math.max(high, before[i][1])]) : own);
     }
   return made;
@@ -188,7 +191,7 @@ function curves(section, chart, width, inCommon) {
   const series = visible(section, chart);
   const below = BOTTOM + (chart.names.length ? NAMES : 0), height = HEIGHT + below - BOTTOM;
   const svg = frame(chart, width, height, LEFT);
-  const [inX, inY] = (chart.is_history && inCommon.get(chart.title)) || ends(chart, series) || [[0, 1], [0, 1]];
+  const [inX, inY] = (chart.is_history && inCommon.get(scaleOf(chart))) || ends(chart, series) || [[0, 1], [0, 1]];
   const pad = chart.is_history ? 0 : 10, bottom = height - below;
   const [x, across] = axis(inX, LEFT + pad, width - RIGHT - pad, chart.x_log, width / 90);
   const [y, up] = axis(inY, bottom - pad, TOP + pad, chart.y_log, 5);
