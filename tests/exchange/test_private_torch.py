@@ -7,8 +7,9 @@ import torch.distributed as dist
 from tests.ports import free_port
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from diloco.exchange.private_torch import changes_of, dtensor_like, gloo_backend, timeout_seconds_of
+from diloco.exchange.private_torch import changes_of, dtensor_like, gloo_backend, is_cut_again, timeout_seconds_of
 
 
 def test_gloo_takes_an_address_and_a_timeout():
@@ -33,6 +34,12 @@ def test_the_changes_of_a_parameter_are_counted():
     with torch.no_grad():
         parameter.add_(1.0).mul_(2.0)
     assert changes_of(parameter) == before + 2
+
+
+def test_a_shard_of_what_was_cut_before_says_so():
+    """_StridedShard, with its split_factor; what FSDP2 does with it is held by tests/engine/test_mesh.py."""
+    assert is_cut_again(_StridedShard(0, split_factor=2))
+    assert not is_cut_again(_StridedShard(0, split_factor=1)) and not is_cut_again(Shard(0))
 
 
 def test_a_shard_in_other_memory_and_of_another_dtype_is_a_dtensor():

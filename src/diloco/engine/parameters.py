@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from diloco.engine.guards import MergeWatch, sample
 from diloco.errors import UserError
 from diloco.exchange.group import TorchGroup
-from diloco.exchange.private_torch import dtensor_like, timeout_seconds_of
+from diloco.exchange.private_torch import dtensor_like, is_cut_again, timeout_seconds_of
 from diloco.exchange.transport import Group, OneProcess
 from diloco.fragments import Fragment, block_spans
 from diloco.outer.digest import parameters_hash
@@ -400,8 +400,7 @@ def place_of(like: "DTensor", coordinate: Sequence[int], *, part: bool) -> tuple
         part: the place of the part.
     """
     ends = [(0, size) for size in like.shape]
-    # FSDP2 cuts what tensor parallelism has cut before, and says so by a split factor.
-    order = sorted(enumerate(like.placements), key=lambda each: getattr(each[1], "split_factor", 1) > 1)
+    order = sorted(enumerate(like.placements), key=lambda each: is_cut_again(each[1]))
     cuts = [(dim, placement.dim) for dim, placement in order if not placement.is_replicate()]  # pyright: ignore[reportAttributeAccessIssue]
     for mesh_dim, dim in [*cuts, *((mesh_dim, 0) for mesh_dim in _replicated(like) if part)]:
         start, end = ends[dim]

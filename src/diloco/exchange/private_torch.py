@@ -13,7 +13,7 @@ from torch import Tensor
 from diloco.exchange.process_group import Backend
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor  # takes a second to import
+    from torch.distributed.tensor import DTensor, Placement  # takes a second to import
 
 
 def gloo_backend(store: dist.Store, rank: int, size: int, address: str, timeout_seconds: float) -> Backend:
@@ -35,6 +35,13 @@ def timeout_seconds_of(group: dist.ProcessGroup) -> float:
 def changes_of(tensor: Tensor) -> int:
     """The number of operations that have changed a tensor in place."""
     return tensor._version
+
+
+def is_cut_again(placement: "Placement") -> bool:
+    """True if a dimension of the mesh cuts what a later one has cut, as FSDP2 does after tensor parallelism."""
+    from torch.distributed.tensor.placement_types import _StridedShard  # takes a second to import
+
+    return isinstance(placement, _StridedShard) and placement.split_factor > 1
 
 
 def dtensor_like(part: Tensor, like: "DTensor") -> "DTensor":
