@@ -59,6 +59,16 @@ class Nesterov:
         """η and μ."""
         return {"learning rate": float(self.lr), "momentum": float(self.momentum)}
 
+    def gain(self, rho: float) -> float:
+        """η (1 + μ / (1 − μρ)): the part of an outer step along Δ, in Δ, after many whose lag-k cosine is ρᵏ.
+
+        ⟨Δ + μ v, Δ⟩ / ‖Δ‖² with v = Σ_k μᵏ Δ_{r−k}: η / (1 − μ) would be the gain of equal outer gradients.
+
+        >>> round(Nesterov().gain(0.0), 2), round(Nesterov().gain(1.0), 2)
+        (0.76, 4.0)
+        """
+        return self.lr * (1 + self.momentum / (1 - self.momentum * rho))
+
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> "Nesterov":
         """The rule that has these facts."""
