@@ -52,6 +52,16 @@ class Nesterov(OuterRule):
         if not 0 <= self.momentum < 1:
             raise UserError(f"momentum={self.momentum}: the outer momentum must be from 0 to below 1", "momentum")
 
+    def gain(self, rho: float) -> float:
+        """η (1 + μ / (1 − μρ)): the part of an outer step along Δ, in Δ, after many whose lag-k cosine is ρᵏ.
+
+        ⟨Δ + μ v, Δ⟩ / ‖Δ‖² with v = Σ_k μᵏ Δ_{r−k}: η / (1 − μ) would be the gain of equal outer gradients.
+
+        >>> round(Nesterov().gain(0.0), 2), round(Nesterov().gain(1.0), 2)
+        (0.76, 4.0)
+        """
+        return self.lr * (1 + self.momentum / (1 - self.momentum * rho))
+
     def step(self, outer_N: FlatFP32, velocity_N: FlatFP32, delta_N: FlatFP32) -> tuple[FlatFP32, FlatFP32]:
         """The new Θ and v, FP32, from the averaged outer gradient Δ; nothing is changed in place."""
         velocity_N = self.momentum * velocity_N + delta_N
