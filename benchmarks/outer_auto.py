@@ -4,9 +4,8 @@
     python benchmarks/outer_auto.py --mode lora --base DIR/base.pt --train ARTICLES.jsonl ...
 
 All runs of a cell (one number of outer steps, one number of replicas) are trained at once in one process: the
-decoder of the package, vectorised over runs and replicas, and Algorithm 1 on their parameters side by side. `--check`
-trains one run of a cell with the engine, too, on real processes, and compares the outer parameters. A cell that is in
-DIR/outer_auto.csv is not run again.
+decoder of the package, vectorised over runs and replicas, and Algorithm 1 on their parameters side by side. With
+`--check` one run is trained by the engine, too, on real processes. A cell in DIR/outer_auto.csv is not run again.
 
 Shapes: R = points · seeds · M replicas, N parameters of one replica, B sequences, S tokens of each.
 """
@@ -297,7 +296,8 @@ def train_by_engine(cell: Cell, m: int, port: int, train_bytes: Tensor, held_out
 
 
 FIELDS = (
-    "mode num_outer_steps sync_every num_replicas learning_rate overlap_steps mixing eta mu seed loss rho".split()
+    *("mode", "num_outer_steps", "sync_every", "num_replicas", "learning_rate", "overlap_steps", "mixing"),
+    *("eta", "mu", "seed", "loss", "rho"),
 )
 
 
