@@ -280,6 +280,10 @@ class GatheredParameters(FragmentParameters):
         """The shape of what a flat vector holds of a parameter: the whole."""
         return parameter.shape
 
+    def sum_over_parts(self, values: Tensor) -> Tensor:
+        """The values: the first process, which takes the outer steps, has the whole."""
+        return values
+
     def flat(self, fragment: int) -> Tensor:
         """A copy of θ_p, FP32 (N)."""
         self.inside.together(Call.THETA, fragment)

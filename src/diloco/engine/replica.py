@@ -392,7 +392,7 @@ class Replica:
             used[kind] = None
             return self.state.use(kind, p)
 
-        yield FragmentState(use), used.keys()
+        yield FragmentState(use, self.parameters.places[p], self.parameters.sum_over_parts), used.keys()
         for kind in used:
             self.state.keep(kind, p)
 

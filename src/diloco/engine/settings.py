@@ -22,6 +22,7 @@ from diloco.outer.averages import Reduction, reduction_of
 from diloco.outer.merge import MergeRule, Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import RULE, OuterRule
+from diloco.outer.rules import merge_rule, outer_rule
 from diloco.outer.torch_optimizer import rule_of_optimizer
 from diloco.rendezvous.contract import Rendezvous, is_rendezvous
 from diloco.schedule import Schedule
@@ -73,7 +74,12 @@ class Settings:
         """
         check_partition(model, self.fragments)
         self._check_schedule(num_replicas)
-        _ = self.reduction
+        if self.outer.needs_deltas and self.reduction.num_phases > 1:
+            raise UserError(
+                f"outer={type(self.outer).__name__} reads the outer gradient of each replica, and with "
+                f"combine={self.combine} no replica has them whole: set combine=gather",
+                *("outer", "combine"),
+            )
         self._check_slots()
         self._check_error_feedback()
         if not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
@@ -218,8 +224,8 @@ def settings_of(
     *,
     fragments: str | Sequence[Fragment],
     schedule_for: Callable[[int], Schedule],
-    outer: OuterRule | Optimizer | type[Optimizer] | None,
-    mixing: float | MergeRule,
+    outer: str | OuterRule | Optimizer | type[Optimizer] | None,
+    mixing: str | float | MergeRule,
     wire: str | Codec,
     combine: str,
     error_feedback: float | None,
@@ -281,9 +287,12 @@ def _fragments(fragments: str | Sequence[Fragment], model: nn.Module) -> tuple[F
     return listed
 
 
-def _outer_rule(outer: OuterRule | Optimizer | type[Optimizer] | None, model: nn.Module) -> OuterRule:
+def _outer_rule(outer: str | OuterRule | Optimizer | type[Optimizer] | None, model: nn.Module) -> OuterRule:
     if outer is None:
         return Nesterov()
+    if isinstance(outer, str):
+        with setting("outer", outer):
+            return outer_rule(outer)
     if isinstance(outer, Optimizer):
         own = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) in own for group in outer.param_groups for parameter in group["params"]):
@@ -295,14 +304,17 @@ def _outer_rule(outer: OuterRule | Optimizer | type[Optimizer] | None, model: nn
             )
     if isinstance(outer, Optimizer) or (isinstance(outer, type) and issubclass(outer, Optimizer)):
         return rule_of_optimizer(outer)
-    if not _offers(outer, OuterRule):
+    if not isinstance(outer, OuterRule):
         raise _wrong("outer", outer, "a rule such as diloco.Nesterov(lr=0.4, momentum=0.9), or a torch optimizer")
     return outer
 
 
-def _merge_rule(mixing: float | MergeRule) -> MergeRule:
-    if _offers(mixing, MergeRule):
-        return cast(MergeRule, mixing)
+def _merge_rule(mixing: str | float | MergeRule) -> MergeRule:
+    if isinstance(mixing, MergeRule):
+        return mixing
+    if isinstance(mixing, str):
+        with setting("mixing", mixing):
+            return merge_rule(mixing)
     try:
         alpha = float(cast(float, mixing))
     except (TypeError, ValueError, RuntimeError):

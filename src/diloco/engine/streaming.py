@@ -186,9 +186,10 @@ class StreamingDiLoCo:
         schedule: in the place of these two, when each fragment is sent and merged.
         exchange: the transport of the payloads between the replicas of a fixed group.
         rendezvous: in the place of an exchange, where replicas come and go.
-        outer: the outer rule, or a torch optimizer, or its class, of which class and settings are taken: SGD with
-            Nesterov's momentum is `Nesterov`, and any other runs on Θ as it is. None is `Nesterov()`.
-        mixing: α, how much of its own parameters a replica keeps at a merge, or another merge rule.
+        outer: the outer rule, or its spelling, such as `nesterov:lr=0.7`, or a torch optimizer, or its class, of
+            which class and settings are taken: SGD with Nesterov's momentum is `Nesterov`, and any other runs on Θ
+            as it is. None is `Nesterov()`.
+        mixing: α, how much of its own parameters a replica keeps at a merge, another merge rule, or its spelling.
         wire: the codec of the outer gradients, or its name.
         combine: `gather`: each replica receives every other's payload; `reduce_scatter`: each averages a share,
             and sends it in the same codec, or in another: `reduce_scatter:bf16`.
@@ -232,8 +233,8 @@ class StreamingDiLoCo:
         schedule: Schedule | None = None,
         exchange: Transport | None = None,
         rendezvous: Rendezvous | None = None,
-        outer: OuterRule | torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
-        mixing: float | MergeRule = 0.5,
+        outer: str | OuterRule | torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
+        mixing: str | float | MergeRule = 0.5,
         wire: str | Codec = "e3m0",
         combine: str = "gather",
         error_feedback: float | None = None,

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from diloco.outer.rules import outer_rule, spelling_of
 from diloco.report.page import BLACK, Chart, Lane, Points, Section, Series, Table
 from diloco.report.setup import CommandOf, comparison_headline, headline, samples, setup
 from diloco.report.text import (
@@ -71,9 +72,9 @@ def run_facts(run: RunTail) -> dict[str, str]:
         facts |= {
             "H": str(diloco.sync_every),
             "τ": ", ".join(map(str, diloco.overlaps)),
-            "α": f"{diloco.mixing:g}",
+            "merge": diloco.merge_rule,
         }
-        facts |= {"wire": str(diloco.wire), "η": f"{diloco.outer_learning_rate:g}"}
+        facts |= {"wire": str(diloco.wire), "outer": spelling_of(outer_rule(diloco.outer_rule))}
     return {name: value for name, value in facts.items() if value}
 
 

@@ -251,7 +251,7 @@ def start_lines(config: TrainConfig, budget: Budget | None) -> Iterator[str]:
     """
     assert config.data.prepared is not None, "the config is resolved"
     index = read_index(config.data.prepared)
-    tokens_an_epoch = epoch_tokens(config.data.prepared, config.sequence_length)
+    tokens_an_epoch = epoch_tokens(config)
     yield f"data  {config.data.prepared}, digest {index.digest[:16]}"
     if index.held_out_by_position:
         share = index.settings.held_out_fraction
@@ -259,7 +259,8 @@ def start_lines(config: TrainConfig, budget: Budget | None) -> Iterator[str]:
     num_epochs = config.num_tokens / tokens_an_epoch
     text = total(index.splits["train"])
     warning = ": the model will memorise it" if num_epochs > _MOST_EPOCHS else ""
-    yield f"text  {megabytes(text.num_bytes)}, {text.num_tokens:,} tokens; {num_epochs:.3g} epochs{warning}"
+    first = "" if (most := config.data.max_train_tokens) is None else f", of which the first {most:,} are read"
+    yield f"text  {megabytes(text.num_bytes)}, {text.num_tokens:,} tokens{first}; {num_epochs:.3g} epochs{warning}"
     if budget is not None and budget.num_tokens(config, tokens_an_epoch) != config.num_tokens:
         yield (
             f"      {budget} are rounded to {config.num_steps:,} whole steps of {config.tokens_per_step:,}, "

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from diloco.data.config import DataConfig
 from diloco.data.shards import INDEX_FILE, MOST_TOKENS, read_index, total
 from diloco.errors import FileError, UserError, nearest
 from diloco.files import expanded, memory_bytes
@@ -239,7 +240,7 @@ def resolved(asked: TrainConfig) -> TrainConfig:
     """
     prepared = asked.data.prepared
     assert prepared is not None, "the text is prepared"
-    return resolve(asked, vocab_size=text_facts(prepared).vocab_size, prepared=prepared)
+    return resolve(asked, vocab_size=text_facts(asked.data).vocab_size, prepared=prepared)
 
 
 @dataclass(frozen=True)
@@ -249,29 +250,33 @@ class TextFacts:
     digest: str
     """`Index.digest`."""
     num_tokens: Count
-    """Tokens of the training text."""
+    """Tokens of the training text, as far as it is read."""
     vocab_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
     """Number of tokens in its tokenizer's vocabulary."""
 
     @property
     def shared(self) -> dict[str, Any]:
         """The facts that all replicas of a run must share."""
-        return {DATA_DIGEST: self.digest, "tokens of training text": self.num_tokens}
+        return {DATA_DIGEST: self.digest, TRAIN_TOKENS: self.num_tokens}
 
 
 DATA_DIGEST = "digest of the data"
 """The shared fact that names a run's text."""
+TRAIN_TOKENS = "tokens of training text"
+"""The shared fact that says how much of it is read."""
 
 
-def text_facts(prepared: Path) -> TextFacts:
-    """The facts of the text in a directory.
+def text_facts(data: DataConfig) -> TextFacts:
+    """The facts of the text that a run reads.
 
     Raises:
         UserError: if there is none.
         FileError: if its index can't be read.
     """
-    index = read_index(prepared)
-    return TextFacts(index.digest, total(index.splits["train"]).num_tokens, index.vocab_size)
+    assert data.prepared is not None, "the text is prepared"
+    index = read_index(data.prepared)
+    num_tokens = total(index.splits["train"]).num_tokens
+    return TextFacts(index.digest, min(num_tokens, data.max_train_tokens or num_tokens), index.vocab_size)
 
 
 def _steps_left(config: TrainConfig) -> int:
