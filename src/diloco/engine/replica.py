@@ -193,7 +193,7 @@ class Replica:
         self._scratch = empty(max(sizes), torch.float32, self.parameters.device)
         self._averages: dict[int, Tensor] = {}
         self.samples: dict[int, Samples] = {}
-        """Elements of each fragment's last two averages, from the second outer step of this engine on, in order."""
+        """Elements of each fragment's last two averages, once there are two; that merged last is the last."""
 
     def counters(self) -> dict[str, Any]:
         """The plain values of a state that every replica has."""
