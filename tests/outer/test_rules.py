@@ -8,16 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.engine.cases import Case, inner_step, outer_of, theta_of
+from tests.engine.test_elastic import until
 from tests.processes import run_replicas
+from tests.rendezvous.replicas import Replica, new_model
 
 import diloco
 from diloco.errors import UserError
 from diloco.outer.averages import Average
 from diloco.outer.cohort import Cohort
+from diloco.outer.digest import outer_digest
 from diloco.outer.merge import MERGE_RULES
 from diloco.outer.rda import RDA
 from diloco.outer.rule import FragmentState, Span
 from diloco.outer.rules import RULES, outer_rule, rule_of_facts
+from diloco.rendezvous.replay import replayed
 from diloco.schedule import Sync
 
 f32 = np.float32
@@ -254,6 +258,22 @@ def test_rda_of_equal_vectors_is_their_mean_and_of_opposite_ones_0():
         equal = cohort if factor == 1 else Cohort.equal(2)
         rule.on_average(FragmentState(vectors.__getitem__, spans), average, Sync(0, 1, 1), equal)
         torch.testing.assert_close(-vectors["outer"], expected_N)
+
+
+@pytest.mark.parametrize("name", ["restarted", "rda", "delayed_nesterov", "torch"])
+def test_in_a_store_the_replay_gives_the_outer_parameters_of_all_replicas(name, tmp_path):
+    outer = RULE_SPECS[name].replace(PLAIN, "blocks.1")
+    replicas = [Replica(str(tmp_path), name=each, outer=outer, snapshot_rounds=2) for each in "ab"]
+    until(lambda: min(replicas[0].rounds) >= 4, *replicas)
+    replicas.append(Replica(str(tmp_path), name="c", outer=outer))  # from a snapshot
+    until(lambda: min(min(replica.rounds) for replica in replicas) >= 6, *replicas)
+    replay = replayed(str(tmp_path), initial=lambda facts: dict(new_model().named_parameters()))
+    assert replay.checked.steps == replay.checked.rounds > 12 and replay.checked.snapshots
+    for replica in replicas:
+        for p, outer_p in enumerate(replica.outer()):
+            digest = f"{outer_digest(torch.from_numpy(outer_p)):016x}"
+            assert replay.checksum(p, replica.rounds[p]) == digest
+        replica.vanish()
 
 
 def test_every_rule_is_tested_here_and_comes_back_from_its_facts():
