@@ -26,7 +26,7 @@ from diloco.outer.cohort import Cohort
 from diloco.outer.digest import outer_digest_there
 from diloco.outer.merge import MergeRule
 from diloco.outer.rule import FragmentState
-from diloco.outer.step import OuterStep, take_outer_step
+from diloco.outer.step import OuterStep, Samples, sampled, take_outer_step
 from diloco.schedule import Sync
 from diloco.wire.kernels.memory import begin_to_host, empty
 from diloco.wire.payload import Codec, Key, Unsealed, non_finite
@@ -191,6 +191,9 @@ class Replica:
         self.reduction = self.settings.reduction
         """The way from payloads to an average."""
         self._scratch = empty(max(sizes), torch.float32, self.parameters.device)
+        self._averages: dict[int, Tensor] = {}
+        self.samples: dict[int, Samples] = {}
+        """Elements of each fragment's last two averages, once there are two; that merged last is the last."""
 
     def counters(self) -> dict[str, Any]:
         """The plain values of a state that every replica has."""
@@ -201,6 +204,8 @@ class Replica:
         for name in COUNTERS:
             setattr(self, name, state[name])
         self.last_sent = list(state["last_sent"])
+        self.samples.clear()
+        self._averages.clear()
 
     def scratch(self, p: int) -> Tensor:
         """The memory in which one outer gradient or average of a fragment is made, FP32 (N)."""
@@ -317,9 +322,18 @@ class Replica:
             self.parameters.merging(p, self.num_steps) as theta,
             self._fragment(p) as (fragment, _),
         ):
-            rule = self.settings.outer
-            self.lane.queue(lambda: take_outer_step(rule, mixing, fragment, theta, average, sync, cohort))
+            rule, sample_n = self.settings.outer, torch.empty_like(sampled(average.total_N))
+
+            def work() -> None:
+                sample_n.copy_(sampled(average.total_N))  # whose memory the rule may overwrite
+                take_outer_step(rule, mixing, fragment, theta, average, sync, cohort)
+
+            self.lane.queue(work)
             self.lane.join()
+        before_n, self._averages[p] = self._averages.get(p), sample_n
+        if before_n is not None:
+            self.samples.pop(p, None)
+            self.samples[p] = Samples(sample_n, before_n, average.total_N.numel() / max(1, sample_n.numel()))
 
     def taken(
         self, flight: Flight, received: dict[int, Tensor], average: Average, *, blocked_seconds: float
@@ -340,7 +354,9 @@ class Replica:
             return reduction.average(received, to_N, key, cohort).divided()
 
         deltas = partial(reduction.each, received, size, key, device)
-        step = self.described(flight.sync, make_average, deltas, blocked_seconds=blocked_seconds)
+        step = self.described(
+            flight.sync, make_average, deltas, self.samples.get(key.fragment), blocked_seconds=blocked_seconds
+        )
         # The payloads have come: nothing waits for training.
         return replace(
             step, begin_work=lambda work: lane.queue(lambda: begin_to_host(work()), after_training=False)
@@ -351,13 +367,24 @@ class Replica:
         sync: Sync,
         make_average: Callable[[], Tensor],
         make_deltas: Callable[[], Iterator[Tensor]],
+        samples: Samples | None,
         *,
         blocked_seconds: float = 0.0,
         cohort: Cohort | None = None,
     ) -> OuterStep:
         """An outer step, from what makes its vectors again; see `OuterStep`."""
         spans, add_up = self.parameters.spans[sync.fragment], self.parameters.group.reduce
-        return OuterStep(sync, blocked_seconds, make_average, make_deltas, spans, add_up, cohort)
+        return OuterStep(
+            sync,
+            blocked_seconds,
+            make_average,
+            make_deltas,
+            spans,
+            add_up,
+            cohort,
+            samples=samples,
+            gain_at=getattr(self.settings.outer, "gain", None),
+        )
 
     @contextmanager
     def _fragment(self, p: int) -> Iterator[tuple[FragmentState, Collection[str]]]:
@@ -368,7 +395,7 @@ class Replica:
             used[kind] = None
             return self.state.use(kind, p)
 
-        yield FragmentState(use), used.keys()
+        yield FragmentState(use, self.parameters.places[p], self.parameters.sum_over_parts), used.keys()
         for kind in used:
             self.state.keep(kind, p)
 

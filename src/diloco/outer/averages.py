@@ -4,9 +4,10 @@ Shapes: N elements of one fragment, S of a share.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar, NamedTuple, Self
 
 import torch
@@ -27,6 +28,9 @@ class Average(NamedTuple):
     """Flat FP32 (N)."""
     weight: float
     """The divisor: Σ_m w_m, or 1 if the total is an average already."""
+    deltas: Callable[[], Iterator[Tensor]] = lambda: iter(())
+    """Makes each member's decoded outer gradient again, in the cohort's order: flat FP32 (N), read-only. There is
+    none with reduce_scatter, where no replica has them whole."""
 
     def divided(self) -> Tensor:
         """Δ_p, flat FP32 (N), with the same bits on every device."""
@@ -177,8 +181,9 @@ def add_up(
     Raises:
         PayloadError: for a payload that is damaged.
     """
+    values = values or {}
     for index, (member, weight, key) in enumerate(zip(cohort.members, cohort.weights, keys, strict=True)):
-        part_N = None if values is None else values.get(member)
+        part_N = values.get(member)
         with naming(member):
             if part_N is not None:
                 weigh_in(to_N, part_N, weight, is_first=index == 0)
@@ -187,7 +192,33 @@ def add_up(
             else:
                 part_N = wire.decode_into(empty(to_N.numel(), torch.float32, to_N.device), received[member], key)
                 weigh_in(to_N, part_N, weight, is_first=index == 0)
-    return Average(to_N, cohort.total_weight)
+    deltas = partial(decoded, wire, received, keys, to_N.numel(), to_N.device, values)
+    return Average(to_N, cohort.total_weight, deltas)
+
+
+def decoded(
+    wire: Codec,
+    received: Mapping[int, Tensor],
+    keys: Sequence[Key],
+    num_elements: int,
+    device: torch.device,
+    values: Mapping[int, Tensor] | None = None,
+) -> Iterator[Tensor]:
+    """Each member's outer gradient, flat FP32 (N), one after the other.
+
+    Args:
+        wire: the payloads' codec.
+        received: the payloads by member.
+        keys: with which they were encoded, in the order of the members.
+        num_elements: N.
+        device: the place where they are wanted.
+        values: as in `add_up`.
+    """
+    for key in keys:
+        if values and (known_N := values.get(key.replica)) is not None:
+            yield known_N
+        else:
+            yield wire.decode_into(empty(num_elements, torch.float32, device), received[key.replica], key)
 
 
 def weigh_in(to_N: Tensor, part_N: Tensor, weight: float, *, is_first: bool) -> None:
@@ -334,9 +365,8 @@ class Gather(Reduction):
         self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device
     ) -> Iterator[Tensor]:
         """Each payload, decoded again."""
-        for member, payload in sorted(received.items()):
-            to_N = empty(num_elements, torch.float32, device)
-            yield self.wire.decode_into(to_N, payload, key._replace(replica=member))
+        keys = [key._replace(replica=member) for member in sorted(received)]
+        return decoded(self.wire, received, keys, num_elements, device)
 
     def bytes_sent(self, num_elements: int, num_replicas: int) -> int:
         """M − 1 payloads."""

@@ -5,11 +5,11 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from diloco.errors import UserError
+from diloco.schema import spelled
 
 HEADER_BYTES = 32
 BASE_BYTES = slice(16, 24)
@@ -351,30 +351,8 @@ def parse(spec: str) -> Format:
     >>> parse("e3m0:block=128").payload_bytes(1_000_000)
     507845
     """
-    name, _, options = spec.partition(":")
+    name, _, _ = spec.partition(":")
     if name not in FORMATS:
         meant = f"did you mean {_OTHER_NAMES[name]}? There are" if name in _OTHER_NAMES else "choose one of"
         raise UserError(f"{spec!r} is not a codec: {meant} {', '.join(FORMATS)}")
-    kind = FORMATS[name]
-    readers = {field.name: _READERS[field.type] for field in fields(kind)}
-    chosen: dict[str, Any] = {}
-    for option in filter(None, options.split(",")):
-        key, _, text = option.partition("=")
-        if key not in readers or key in chosen:
-            expected = ", ".join(f"{known}={wanted}" for known, (wanted, _) in readers.items()) or "none"
-            raise UserError(f"{option!r} is not an option of {name}, or given twice (it has: {expected})")
-        wanted, read = readers[key]
-        try:
-            chosen[key] = read(text)
-        except (KeyError, ValueError):
-            raise UserError(f"{spec!r}: {key} must be {wanted}, not {text!r}") from None
-    return kind(**chosen)
-
-
-_READERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
-    int: ("INTEGER", int),
-    float: ("NUMBER", float),
-    str: ("CODEC", str),
-    Literal["bf16", "fp32"]: ("bf16|fp32", {"bf16": "bf16", "fp32": "fp32"}.__getitem__),
-    bool: ("true|false", {"true": True, "false": False}.__getitem__),
-}
+    return spelled(FORMATS[name], spec, words="CODEC")
