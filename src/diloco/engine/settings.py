@@ -195,6 +195,13 @@ class Settings:
         beta, gain = self.error_feedback, self.wire.gain(VERY_LONG)
         if beta is not None and not 0 < beta <= 1:
             raise UserError(f"error_feedback must be above 0 and at most 1, or None, not {beta}", "error_feedback")
+        if beta is None and self.wire.needs_outer:
+            raise UserError(
+                f"wire={self.wire.spec} without error_feedback loses for ever what one outer gradient alone does "
+                "not change in the model: set error_feedback=1",
+                "error_feedback",
+                "wire",
+            )
         if beta is not None and beta * (gain - 1) >= 1:
             raise UserError(
                 f"error_feedback={beta} with wire={self.wire.spec} diverges: {self.wire.name} multiplies what it "

@@ -24,10 +24,10 @@ from diloco.training.config.config import TrainConfig
 from diloco.training.config.resolve import Budget, auto_facts
 from diloco.training.prepare import epoch_tokens
 from diloco.training.processes import process_name
-from diloco.training.records.metrics import StepMetrics
+from diloco.training.records.metrics import StepMetrics, metrics_file
 from diloco.training.records.samples import Sample
 from diloco.training.records.summary import Outcome, Summary
-from diloco.training.records.tail import ReplicaSteps, replica_tail
+from diloco.training.records.tail import ReplicaSteps, ReplicaTail
 
 if TYPE_CHECKING:
     from diloco.rendezvous.store_rendezvous import StoreRendezvous
@@ -129,7 +129,7 @@ class TrainingProgress:
         self._task = self._bar.add_task("train", total=config.num_steps, eta="")
         self._line = Text()
         self._view = Live(Group(self._line, self._bar), console=console)
-        self._steps = ReplicaSteps(tokens_before=0 if config.rendezvous is None else None)
+        self._steps = ReplicaSteps()
         self._pace = _Pace()
 
     def started(
@@ -142,7 +142,7 @@ class TrainingProgress:
         if rendezvous is not None:
             self._joined(rendezvous)
         if is_resume:
-            self._steps = replica_tail(self._config.directory, self._config, self._replica).read()
+            self._steps = ReplicaTail(metrics_file(self._config.directory, self._replica)).read()
             self._resumed(step, longer)
 
     def _joined(self, rendezvous: "StoreRendezvous") -> None:
