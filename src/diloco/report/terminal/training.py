@@ -286,7 +286,7 @@ def _outer_line(config: TrainConfig) -> Iterator[str]:
         lr, momentum = chosen(*facts)
         yield (
             f"outer with {facts[0]} outer steps, η = {rule.lr:g} and μ = {rule.momentum:g} are expected to end "
-            f"{excess:.0%} above diloco.outer=auto, which takes {lr:g} and {momentum:g}"
+            f"{excess:.1%} above diloco.outer=auto, which takes {lr:g} and {momentum:g}"
         )
 
 
