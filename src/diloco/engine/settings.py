@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Transport
 from diloco.fragments import Fragment, check_partition, sequential, strided, whole
 from diloco.outer.averages import Reduction, reduction_of
+from diloco.outer.cohort import Weights
 from diloco.outer.merge import MergeRule, Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import RULE, OuterRule
@@ -55,6 +56,8 @@ class Settings:
     """The seed of codecs that draw random numbers."""
     buffers: Literal["own", "average"]
     """The values that the buffers have after `finish()`: each replica's own, or the mean."""
+    weights: Weights | Literal["equal"] = "equal"
+    """The replicas' weights in a fixed group; where they come and go, the run's rules name them."""
 
     @property
     def reduction(self) -> Reduction:
@@ -113,6 +116,12 @@ class Settings:
                 "leave it out, and estimate the buffers anew for Θ (torch.optim.swa_utils.update_bn)",
                 "buffers",
             )
+        if self.weights != "equal":
+            raise UserError(
+                f"weights={self.weights} is for a fixed group, and where replicas come and go the run has its "
+                f"own: pass StoreRendezvous(url, weights={self.weights!r})",
+                "weights",
+            )
         if not self.outer.shared:
             raise UserError(
                 f"outer={type(self.outer).__name__} keeps other outer parameters on each replica, and where "
@@ -127,7 +136,8 @@ class Settings:
     def facts(self, num_replicas: int) -> dict[str, object]:
         """The settings that all replicas must share, in the order in which a difference explains the most."""
         schedule = self.schedule.facts(num_replicas)
-        return {"num_replicas": num_replicas, **schedule, **self._facts(), "buffers": self.buffers}
+        own = {"weights": self.weights, "buffers": self.buffers}
+        return {"num_replicas": num_replicas, **schedule, **self._facts(), **own}
 
     def _facts(self) -> dict[str, object]:
         return {
@@ -150,6 +160,7 @@ class Settings:
             "combine": self.reduction.spec,
             "num_replicas": num_replicas,
             "error_feedback": self.error_feedback,
+            "weights": self.weights,
             "seed": self.seed,
             "schedule": ", ".join(f"{name}={value}" for name, value in schedule.items()),
             "replica": replica,
@@ -174,6 +185,7 @@ class Settings:
             "in_flight",
             "fragments",
             "last_sent",
+            "weighed",
             "drained_step",
             *self.facts_of_state(0, 1),
             *COUNTERS,
@@ -225,6 +237,7 @@ def settings_of(
     error_feedback: float | None,
     seed: int,
     buffers: Literal["own", "average"],
+    weights: Weights | Literal["equal"],
 ) -> Settings:
     """The settings that the engine's arguments stand for.
 
@@ -242,6 +255,8 @@ def settings_of(
     check_type("error_feedback", error_feedback, Real | None, "a number above 0 and at most 1, or None")
     if buffers not in ("own", "average"):
         raise UserError(f"buffers={buffers!r} is neither own nor average", "buffers")
+    if weights not in (names := ("equal", *get_args(Weights))):
+        raise UserError(f"weights={weights!r} is none of {', '.join(names)}", "weights")
     with setting("combine", combine):
         reduction_of(combine, of_payloads)
     return Settings(
@@ -254,6 +269,7 @@ def settings_of(
         error_feedback=None if error_feedback is None else float(error_feedback),
         seed=seed,
         buffers=buffers,
+        weights=weights,
     )
 
 
