@@ -323,8 +323,8 @@ DIFFERENCES = {
     "offsets: replica 0 has [0, 2], replica 1 has [0, 1]": Case(offsets=(0, 1)),
     'first_sync: replica 0 has "full_period", replica 1 has "early"': Case(first_sync="early"),
     'wire: replica 0 has "fp32", replica 1 has "e3m0:block=256,stochastic=false"': Case(wire="e3m0"),
-    "merge rule's mixing: replica 0 has 0.5, replica 1 has 0.25": Case(alpha=0.25),
-    "outer rule's learning rate: replica 0 has 0.4, replica 1 has 0.7": Case(eta=0.7),
+    "merge rule's alpha: replica 0 has 0.5, replica 1 has 0.25": Case(alpha=0.25),
+    "outer rule's lr: replica 0 has 0.4, replica 1 has 0.7": Case(eta=0.7),
     "initial parameters (SHA-256): replica 0 has ": Case(seed=1),
 }
 SEED = "set the same seed before the model is made, make its parts in the same order, and build the engine before"

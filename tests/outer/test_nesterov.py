@@ -155,4 +155,4 @@ def test_fields_must_be_numbers(fields, monkeypatch):
     ((name, value),) = fields.items()
     with pytest.raises(ValueError, match=f"^{name}={value!r} must be a number$"):
         Nesterov(**fields)
-    assert Nesterov(lr=np.float32(0.5), momentum=0).facts() == {"learning rate": 0.5, "momentum": 0.0}
+    assert Nesterov(lr=np.float32(0.5), momentum=0).facts() == {"lr": 0.5, "momentum": 0.0}

@@ -389,10 +389,15 @@ def test_a_joiner_needs_no_settings_but_its_text_and_name(folder):
     """And the same command goes on with the replica."""
     own = ["--rendezvous", "joined", "--runs", "elastic-joined", "--precision", "fp32"]
     shared = ["--seed", "3", "--diloco.sync-every", "7", "--global-batch", "6", "--num-tokens", str(6 * 64 * 400)]
+    first_tokens = ["--data.max-train-tokens", "20000"]
     join = ["train", *own, "--name", "b", "--data.train", "text.jsonl", "--data.held-out-fraction", "0.1"]
     metrics = {name: folder / "elastic-joined" / name / "metrics-0.jsonl" for name in "ab"}
-    with started(folder, "--name", "a", *own, *shared) as first:
+    with started(folder, "--name", "a", *own, *shared, *first_tokens) as first:
         wait_for(metrics["a"], num_lines=1)
+        refused = run_main(main, join, folder=folder, timeout_seconds=TIMEOUT_SECONDS)
+        assert "reads the first 20000 tokens of its training text" in refused.stderr, refused
+        assert "set --data.max-train-tokens=20000" in refused.stderr
+        join += first_tokens
         with program(main, join, folder=folder) as second:
             wait_for(metrics["b"], num_lines=10)
             os.kill(second.pid, signal.SIGTERM)

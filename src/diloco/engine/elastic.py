@@ -22,6 +22,7 @@ from diloco.engine.parameters import FragmentParameters
 from diloco.engine.replica import Membership, Replica
 from diloco.errors import DisagreementError, ExchangeError, UserError
 from diloco.exchange.transport import fail_together
+from diloco.outer.averages import decoded
 from diloco.outer.cohort import Cohort
 from diloco.outer.digest import outer_digest
 from diloco.outer.merge import MergeRule, Mixing, Translation
@@ -51,13 +52,9 @@ def remade(
     def make_average() -> Tensor:
         return decided_average(form, decision, content, empty(size, torch.float32, device)).divided()
 
-    def make_deltas() -> Iterator[Tensor]:
-        for key in decision.keys(form):
-            if content.payloads:  # with averages nobody has all payloads
-                to_N = empty(size, torch.float32, device)
-                yield form.codec.decode_into(to_N, content.payloads[key.replica].data, key)
-
-    return make_average, make_deltas
+    payloads = {member: payload.data for member, payload in content.payloads.items()}
+    keys = decision.keys(form) if payloads else []  # with averages nobody has all payloads
+    return make_average, partial(decoded, form.codec, payloads, keys, size, device)
 
 
 _LOG = logging.getLogger("diloco")
@@ -372,7 +369,7 @@ class ElasticMembership(Membership):
         replica.bytes_received += content.bytes_received
         replica.bytes_sent += content.bytes_sent
         makers = remade(self.form, decision, content, replica.parameters.device)
-        return replica.described(sync, *makers, cohort=decision.cohort)
+        return replica.described(sync, *makers, replica.samples.get(p), cohort=decision.cohort)
 
     def _refuse_equal(self, decision: Decision, content: Content) -> None:
         """Refuse to go on if another replica's newest outer gradients of all fragments were equal to the own ones.
@@ -406,7 +403,7 @@ class ElasticMembership(Membership):
             merge_in_place(theta, replica.state.use(OUTER, p), mixing, before_N)
         size, device = self.form.sizes[p], replica.parameters.device
         zeros = partial(torch.zeros, size, dtype=torch.float32, device=device)
-        return replica.described(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()))
+        return replica.described(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()), None)
 
     def _read(self, p: int, stored: StoredSnapshot) -> None:
         """Take Θ_p and the slots from a snapshot."""

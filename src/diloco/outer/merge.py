@@ -3,31 +3,32 @@
 Shapes: N elements of one fragment, or of a part of one.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from jaxtyping import Float32
 from torch import Tensor
 
 from diloco.errors import UserError
+from diloco.outer.rule import JSON, facts_of
 
 FlatFP32: TypeAlias = Float32[Tensor, "N"]
 """One fragment, flat; vectors in one call are equally long."""
 
 
-class MergeRule(Protocol):
-    """A pure function of θ and Θ."""
+class MergeRule(ABC):
+    """A pure function of θ and Θ; one of one's own is a frozen dataclass below this class."""
 
-    @property
-    def needs_previous(self) -> bool:
-        """True if `merge` reads the Θ from before the outer step, which the engine keeps for it then."""
-        ...
+    needs_previous: bool = False
+    """True if `merge` reads the Θ from before the outer step, which the engine keeps for it then."""
 
-    def facts(self) -> Mapping[str, float | str]:
-        """The settings that all replicas must share, by name."""
-        ...
+    def facts(self) -> Mapping[str, JSON]:
+        """The settings that all replicas must share, by name: the fields."""
+        return facts_of(self)
 
+    @abstractmethod
     def merge(self, theta_N: Tensor, outer_N: Tensor, previous_N: Tensor | None) -> Tensor:
         """The new θ; all vectors are flat FP32 (N), and nothing is changed in place.
 
@@ -36,11 +37,10 @@ class MergeRule(Protocol):
             outer_N: Θ after the outer step.
             previous_N: Θ before it, if `needs_previous`.
         """
-        ...
 
 
 @dataclass(frozen=True)
-class Mixing:
+class Mixing(MergeRule):
     """θ ← α θ + (1 − α) Θ (arXiv 2501.18512, Algorithm 1).
 
     >>> import torch
@@ -50,16 +50,11 @@ class Mixing:
 
     alpha: float
     """α, the part of its own parameters that a replica keeps; 0 keeps nothing."""
-    needs_previous = False
 
     def __post_init__(self) -> None:
         """Refuse an α outside 0 … 1."""
         if not 0 <= self.alpha <= 1:
             raise UserError(f"mixing must lie between 0 and 1, not {self.alpha}", "mixing")
-
-    def facts(self) -> Mapping[str, float | str]:
-        """α."""
-        return {"mixing": float(self.alpha)}
 
     def merge(self, theta_N: FlatFP32, outer_N: FlatFP32, previous_N: FlatFP32 | None) -> FlatFP32:
         """α θ + (1 − α) Θ."""
@@ -67,7 +62,7 @@ class Mixing:
 
 
 @dataclass(frozen=True)
-class Translation:
+class Translation(MergeRule):
     """θ ← θ + (Θ_new − Θ_old): Θ − θ, the work that the outer step does not know yet, stays what it was.
 
     >>> import torch
@@ -77,11 +72,11 @@ class Translation:
 
     needs_previous = True
 
-    def facts(self) -> Mapping[str, float | str]:
-        """An empty mapping: there are no settings."""
-        return {}
-
     def merge(self, theta_N: FlatFP32, outer_N: FlatFP32, previous_N: FlatFP32 | None) -> FlatFP32:
         """θ + (Θ_new − Θ_old)."""
         assert previous_N is not None, "needs_previous"
         return theta_N + (outer_N - previous_N)
+
+
+MERGE_RULES: dict[str, type[MergeRule]] = {"mix": Mixing, "translate": Translation}
+"""Every merge rule by its name; `overwrite` is to mix with α = 0."""

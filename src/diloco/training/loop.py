@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from diloco.data.sampling import Batches, Sampler, SlotSampler
-from diloco.data.shards import TokenShards, open_split
+from diloco.data.shards import TokenShards, open_training_text
 from diloco.errors import ExchangeError, FileError, TrainingError
 from diloco.exchange.transport import agree, fail_together, share
 from diloco.integrations.trackers import tracker
@@ -282,7 +282,7 @@ def _set_up(asked: TrainConfig, *, resume: bool, on_step: Callable[[StepMetrics]
         )
         stack.enter_context(lost_processes_named(state))
         if resume:
-            check_text(config.directory, config.data.prepared, field="data.prepared")
+            check_text(config.directory, config.data, field="data.prepared")
             held, apart = checkpoints.steps(), config.steps_apart
             if step := newest_common_step(config.checkpoints, world, held, steps_apart=apart):
                 state.load(checkpoints, step)
@@ -321,10 +321,9 @@ def _serve_metrics(config: TrainConfig, state: TrainState, replica: int, stack: 
 
 def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, HeldOut]:
     """Both splits, once all replicas are known to read the same text with the same settings."""
-    assert config.data.prepared is not None, "the config is resolved"
-    corpus = open_split(config.data.prepared, "train")
+    corpus = open_training_text(config.data)
     member = "replica" if world.num_ranks == 1 else "process"
-    agree(world.everyone, shared_facts(config) | text_facts(config.data.prepared).shared, member=member)
+    agree(world.everyone, shared_facts(config) | text_facts(config.data).shared, member=member)
     return corpus, open_held_out(config)
 
 

@@ -81,6 +81,12 @@ class OuterBin(_Sums):
     cosine: float
     """Sum of the mean cosines between the replicas' outer gradients."""
     num_cosines: int
+    successive_cosine: float
+    """Sum of the cosines between a mean outer gradient and the one before."""
+    num_successive_cosines: int
+    gain: float
+    """Sum of the gains."""
+    num_gains: int
 
 
 _AnyBin = TypeVar("_AnyBin", bound=_Sums)
@@ -175,6 +181,10 @@ class ReplicaSteps:
                 num_norms=0 if outer.outer_gradient_norm is None else 1,
                 cosine=outer.cosine or 0.0,
                 num_cosines=0 if outer.cosine is None else 1,
+                successive_cosine=outer.successive_cosine or 0.0,
+                num_successive_cosines=0 if outer.successive_cosine is None else 1,
+                gain=outer.gain or 0.0,
+                num_gains=0 if outer.gain is None else 1,
             )
         )
 
