@@ -230,10 +230,11 @@ class DilocoConfig(DilocoSettings):
 class ElasticConfig:
     """Replicas that come and go: which of their payloads an outer step needs; only with a rendezvous."""
 
-    quorum: Literal["majority", "all"] | None = None
+    quorum: Literal["majority", "all"] | int | None = None
     """majority: an outer step waits for all active replicas until t + τ, then for the majority until t + τ +
-    patience, and then for nobody. all: it waits for all, as in a fixed group, and once the run has begun a replica
-    comes back from its checkpoint only. None is the run's, or majority."""
+    patience, and then for nobody. A number: from t + τ on it waits for so many, or for all active ones where they
+    are fewer. all: it waits for all, as in a fixed group, and once the run has begun a replica comes back from its
+    checkpoint only. None is the run's, or majority."""
     patience: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
     """Inner steps after t + τ in which a decision still waits for the majority; None is sync_every."""
     weights: Literal["tokens", "tokens_squared_per_step"] | None = None
@@ -251,9 +252,15 @@ class ElasticConfig:
 
     def __post_init__(self) -> None:
         """Refuse numbers that are out of range."""
-        bounds = {"patience": (0, 31), "max_stale": (0, 31), "num_slots": (1, 16), "max_local_steps": (1, 31)}
+        bounds = {
+            "quorum": (1, 16),
+            "patience": (0, 31),
+            "max_stale": (0, 31),
+            "num_slots": (1, 16),
+            "max_local_steps": (1, 31),
+        }
         for name, (least, bits) in bounds.items():
-            if (value := getattr(self, name)) is not None and not least <= value < 1 << bits:
+            if isinstance(value := getattr(self, name), int) and not least <= value < 1 << bits:
                 raise out_of_range(f"elastic.{name}", f"at least {least} and below 2^{bits}", value)
         if self.num_shares is not None and not 2 <= self.num_shares <= MOST_SHARES:
             raise out_of_range("elastic.num_shares", f"from 2 to {MOST_SHARES}", self.num_shares)
