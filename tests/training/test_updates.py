@@ -14,6 +14,7 @@ from tests.processes import run_replicas
 from tests.training.cases import narrow, resolved, world_on_cpu
 
 from diloco.engine.parameters import gathered, own_place, sharded_like
+from diloco.errors import UserError
 from diloco.training.config.config import OptimizerConfig
 from diloco.training.optimizer import InnerOptimizer, inner_optimizer, learning_rate
 from diloco.training.state import initial_state
@@ -102,7 +103,7 @@ CASES = {
 
 def begun(update: Update, start: np.ndarray) -> tuple[torch.nn.Parameter, InnerOptimizer]:
     parameter = torch.nn.Parameter(torch.tensor(start, dtype=torch.float32))
-    return parameter, InnerOptimizer({update: [parameter]}, 0.1)
+    return parameter, InnerOptimizer([(update, [parameter])], 0.1)
 
 
 def take_step(parameter: torch.nn.Parameter, optimizer: InnerOptimizer, gradient: Callable, rate: float) -> None:
@@ -183,6 +184,9 @@ def test_muon_moves_the_matrices_of_the_blocks_alone():
     by_muon = {n for n, p in model.named_parameters() if "exp_avg" not in optimizer.state[p]}
     assert by_muon == {n for n, p in model.named_parameters() if n.startswith("blocks.") and p.ndim == 2}
     assert len(by_muon) == 4 * 4
+    model.blocks = torch.nn.ModuleList()
+    with pytest.raises(UserError, match=r"optimizer\.name=muon moves matrices of the model's blocks, and none"):
+        inner_optimizer(model, OptimizerConfig(name="muon", weight_decay=0.0))
 
 
 def test_schedule_free_stays_at_the_peak_after_the_warmup():
@@ -214,7 +218,7 @@ from diloco.training.optimizer import InnerOptimizer
 from diloco.training.updates.adamw import AdamW
 parameter = torch.nn.Parameter(torch.ones(3))
 adamw = AdamW(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1)
-optimizer = InnerOptimizer({adamw: [parameter]}, 0.1)
+optimizer = InnerOptimizer([(adamw, [parameter])], 0.1)
 parameter.grad = torch.ones(3)
 optimizer.step()
 optimizer.zero_grad()

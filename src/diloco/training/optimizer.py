@@ -2,13 +2,14 @@
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from diloco.engine.parameters import local
+from diloco.errors import UserError
 from diloco.models.language_model import LanguageModel
 from diloco.training.config.config import OptimizerConfig
 from diloco.training.updates.adamw import AdamW
@@ -25,7 +26,7 @@ class InnerOptimizer(torch.optim.Optimizer):
     to be called in code that torch compiles.
 
     Args:
-        parameters: the parameters of each update.
+        parameters: the updates, and the parameters of each.
         learning_rate: of the first step, until `param_groups` say another.
     """
 
@@ -34,15 +35,17 @@ class InnerOptimizer(torch.optim.Optimizer):
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
     load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
 
-    def __init__(self, parameters: Mapping[Update, Sequence[nn.Parameter]], learning_rate: float) -> None:
-        groups = [{"params": [*of_one], "update": update} for update, of_one in parameters.items() if of_one]
+    def __init__(self, parameters: Sequence[tuple[Update, Sequence[nn.Parameter]]], learning_rate: float) -> None:
+        groups = [{"params": [*of_one], "update": update} for update, of_one in parameters if of_one]
         super().__init__(groups, {"lr": learning_rate})
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = {**group["update"].state(parameter)}
 
     @torch.no_grad()
-    def step(self, closure: None = None, *, found_inf: Tensor | None = None) -> None:
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, closure: None = None, *, found_inf: Tensor | None = None
+    ) -> None:
         """Take a step.
 
         Args:
@@ -85,23 +88,32 @@ def inner_optimizer(model: LanguageModel, config: OptimizerConfig) -> InnerOptim
     """The optimizer of the parameters that are trained.
 
     With muon, it moves the matrices of the blocks, and AdamW embeddings, head and vectors, at the same rate.
+
+    Raises:
+        UserError: if there are no such matrices.
     """
-    decay = config.decay_per_rate
-    moments = {"beta1": config.beta1, "beta2": config.beta2, "epsilon": config.epsilon, "weight_decay": decay}
-    momentum = {"momentum": config.momentum, "nesterov": config.nesterov, "weight_decay": decay}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decay, nesterov = config.decay_per_rate, {"momentum": config.momentum, "nesterov": config.nesterov}
+    moments = {"beta1": config.beta1, "beta2": config.beta2, "epsilon": config.epsilon}
+    adamw = AdamW(**moments, weight_decay=decay)
     if config.name == "muon":
-        in_blocks = {*model.blocks.parameters()}
-        matrices = [parameter for parameter in trained if parameter in in_blocks and parameter.ndim == 2]
-        others = [parameter for parameter in trained if parameter not in {*matrices}]
-        parameters = {Muon(ns_steps=config.ns_steps, **momentum): matrices, AdamW(**moments): others}
-    elif config.name == "sgd":
-        parameters = {SGD(**momentum): trained}
-    elif config.name == "schedule_free":
-        parameters = {ScheduleFree(**moments): trained}
-    else:
-        parameters = {AdamW(**moments): trained}
-    return InnerOptimizer(parameters, config.learning_rate)
+        in_blocks = {parameter for parameter in model.blocks.parameters() if parameter.ndim == 2}
+        matrices = [parameter for parameter in trained if parameter in in_blocks]
+        if not matrices:
+            raise UserError(
+                "optimizer.name=muon moves matrices of the model's blocks, and none is there to be trained: take "
+                "adamw",
+                "optimizer.name",
+            )
+        others = [parameter for parameter in trained if parameter not in in_blocks]
+        muon = Muon(**nesterov, ns_steps=config.ns_steps, weight_decay=decay)
+        return InnerOptimizer([(muon, matrices), (adamw, others)], config.learning_rate)
+    updates: dict[str, Update] = {
+        "adamw": adamw,
+        "sgd": SGD(**nesterov, weight_decay=decay),
+        "schedule_free": ScheduleFree(**moments, weight_decay=decay),
+    }
+    return InnerOptimizer([(updates[config.name], trained)], config.learning_rate)
 
 
 def learning_rate(inner: OptimizerConfig, step: float, *, num_steps: int) -> float:
