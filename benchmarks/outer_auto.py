@@ -4,9 +4,8 @@
     python benchmarks/outer_auto.py --mode lora --base DIR/base.pt --train ARTICLES.jsonl ...
 
 All runs of a cell (one number of outer steps, one number of replicas) are trained at once in one process: the
-decoder of the package, vectorised over runs and replicas, and Algorithm 1 on their parameters side by side. `--check`
-trains one run of a cell with the engine, too, on real processes, and compares the outer parameters. A cell that is in
-DIR/outer_auto.csv is not run again.
+decoder of the package, vectorised over runs and replicas, and Algorithm 1 on their parameters side by side. With
+`--check` one run is trained by the engine, too, on real processes. A cell in DIR/outer_auto.csv is not run again.
 
 Shapes: R = points · seeds · M replicas, N parameters of one replica, B sequences, S tokens of each.
 """
@@ -32,13 +31,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import diloco
 from diloco.models.decoder_config import DecoderConfig
+from diloco.outer.auto import chosen
 
 POINTS = (
-    *((1.0, 0.0), (1.3, 0.0), (1.0, 0.3)),
-    *((0.4, 0.6), (0.7, 0.6), (1.0, 0.6)),
-    *((0.4, 0.8), (0.7, 0.8), (0.2, 0.9), (0.4, 0.9)),
+    *("auto", "0.5,0", "0.7,0", "1,0", "1.3,0", "0.5,0.3", "0.7,0.3", "1,0.3"),
+    *("0.3,0.6", "0.4,0.6", "0.55,0.6", "0.7,0.6", "1,0.6"),
+    *("0.2,0.8", "0.4,0.8", "0.7,0.8", "0.2,0.9", "0.4,0.9"),
 )
-"""η and μ: gains η / (1 − μ) from 1 to 4, several with each momentum."""
+"""η and μ: gains η / (1 − μ) from 0.5 to 4, several with each momentum."""
 CHARACTERS = "\n abcdefghijklmnopqrstuvwxyz0123456789.,;:!?'\"-()&*"
 """What a token may be: a character in lower case, or another one."""
 BATCH, SEQUENCE = 4, 64
@@ -297,7 +297,8 @@ def train_by_engine(cell: Cell, m: int, port: int, train_bytes: Tensor, held_out
 
 
 FIELDS = (
-    "mode num_outer_steps sync_every num_replicas learning_rate overlap_steps mixing eta mu seed loss rho".split()
+    *("mode", "num_outer_steps", "sync_every", "num_replicas", "learning_rate", "overlap_steps", "mixing"),
+    *("eta", "mu", "seed", "loss", "rho"),
 )
 
 
@@ -316,7 +317,7 @@ def main() -> None:
     parser.add_argument("--overlap-steps", type=int, default=1)
     parser.add_argument("--learning-rate", type=float, nargs="+", default=[0.01])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--points", nargs="+", help="η,μ …; all by default")
+    parser.add_argument("--points", nargs="+", default=POINTS, help="η,μ … or auto")
     parser.add_argument(
         "--check", action="store_true", help="train one run with the engine, too, and write no row"
     )
@@ -336,9 +337,10 @@ def main() -> None:
     for num_outer_steps in arguments.outer_steps:
         for M in arguments.replicas:
             for peak in arguments.learning_rate:
-                points = POINTS
-                if arguments.points:
-                    points = tuple(tuple(map(float, point.split(","))) for point in arguments.points)
+                auto = chosen(num_outer_steps, M, arguments.sync_every, arguments.mixing)
+                points = tuple(
+                    auto if point == "auto" else tuple(map(float, point.split(","))) for point in arguments.points
+                )
                 cell = Cell(
                     mode=arguments.mode,
                     num_outer_steps=num_outer_steps,

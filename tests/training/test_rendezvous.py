@@ -38,9 +38,10 @@ from diloco.training.prepare import prepare_run
 from diloco.training.processes import STORE
 from diloco.training.records.checkpoints import finished_steps
 from diloco.training.records.finished import run_parameters
+from diloco.training.records.metrics import metrics_file
 from diloco.training.records.store_runs import initial_parameters
 from diloco.training.records.summary import Summary, contributors
-from diloco.training.records.tail import replica_tail
+from diloco.training.records.tail import ReplicaTail
 
 STEPS = 48
 
@@ -246,7 +247,7 @@ def test_replicas_of_other_paces_end_with_the_last_entry_of_the_log(config, tmp_
         pace = total["num_steps"] / total["wall_seconds"]
         own = {"a": 2, "b": 3, "c": 5}[name] * config.sequence_length * pace
         assert total["replica_tokens_per_second"] == pytest.approx(own)
-        run_pace = replica_tail(tmp_path / name, of(run, name), 0).read().tokens_per_second
+        run_pace = ReplicaTail(metrics_file(tmp_path / name, 0)).read().tokens_per_second
         assert total["tokens_per_second"] == run_pace > own, "the tokens of all, while this replica trained"
 
 

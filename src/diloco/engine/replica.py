@@ -102,8 +102,7 @@ class Record:
     """Payload bits that this process sent in the last exchange, over the time until the others' had come."""
     was_waited_for: bool = False
     """True if training waited for that exchange; otherwise it was over earlier, and was faster."""
-    _sample_N: Tensor | None = None
-    _key: Key | None = None
+    _sample: tuple[Tensor, Tensor, Key] | None = None
 
     @contextmanager
     def encoding(self) -> Iterator[None]:
@@ -119,9 +118,9 @@ class Record:
         yield
         self.merge_seconds += time.perf_counter() - start
 
-    def sample(self, delta_N: Tensor, key: Key) -> None:
-        """Keep the first elements of an outer gradient, so that the codec's error can be measured later."""
-        self._sample_N, self._key = delta_N[:_SAMPLED].clone(), key
+    def sample(self, delta_N: Tensor, outer_N: Tensor, key: Key) -> None:
+        """Keep the first elements of an outer gradient and of Θ, to measure the codec's error later."""
+        self._sample = delta_N[:_SAMPLED].clone(), outer_N[:_SAMPLED].clone(), key
 
     def received(self, num_bytes: int, seconds: float, blocked_seconds: float) -> None:
         """Note an exchange of so many bytes in each direction, and how long training waited for its end."""
@@ -131,12 +130,12 @@ class Record:
 
     def codec_errors(self, wire: Codec) -> tuple[Tensor, Tensor] | None:
         """‖Δ − decode(encode(Δ))‖² and ‖Δ‖² of the sample, on its device; None before the first sync."""
-        if self._sample_N is None or self._key is None:
+        if self._sample is None:
             return None
-        unsealed = Unsealed(wire)
-        payload = unsealed.encode(self._sample_N, self._key)
-        error_N = unsealed.decode(payload, self._sample_N.numel(), self._key) - self._sample_N
-        return error_N.square().sum(), self._sample_N.square().sum()
+        (delta_N, outer_N, key), unsealed = self._sample, Unsealed(wire)
+        payload = unsealed.encode(delta_N, key, outer_N=outer_N)
+        error_N = unsealed.decode(payload, delta_N.numel(), key) - delta_N
+        return error_N.square().sum(), delta_N.square().sum()
 
 
 _SAMPLED = 1 << 14
@@ -194,7 +193,7 @@ class Replica:
         self._scratch = empty(max(sizes), torch.float32, self.parameters.device)
         self._averages: dict[int, Tensor] = {}
         self.samples: dict[int, Samples] = {}
-        """Elements of each fragment's last two averages, from the second outer step of this engine on, in order."""
+        """Elements of each fragment's last two averages, once there are two; that merged last is the last."""
 
     def counters(self) -> dict[str, Any]:
         """The plain values of a state that every replica has."""
@@ -238,8 +237,9 @@ class Replica:
         """
         p, beta, lane = sync.fragment, self.settings.error_feedback, self.lane
         lane.join()  # it has ended with the working memory
-        delta_N = self.parameters.outer_gradient(p, self.state.use(OUTER, p), self.scratch(p))
-        self.record.sample(delta_N, key)
+        outer_N = self.state.use(OUTER, p)
+        delta_N = self.parameters.outer_gradient(p, outer_N, self.scratch(p))
+        self.record.sample(delta_N, outer_N, key)
         check_merges = self.parameters.watch.take(sync.step)
         if base is None and not lane.is_apart:
             base = self.state.digest(p)
@@ -247,11 +247,14 @@ class Replica:
         def work() -> Flight:
             unsealed = Unsealed(self.settings.wire)
             reduction, error_N = self.reduction.with_wire(unsealed), None
+            outer_N = self.state.use(OUTER, p) if self.settings.wire.needs_outer else None
             if beta is None:
-                payloads = reduction.encode(delta_N, key, cohort)
+                payloads = reduction.encode(delta_N, key, cohort, outer_N=outer_N)
             else:
                 error_N = self.state.use(ERROR, p)
-                payloads, error_N = reduction.encode_with_feedback(delta_N, error_N, beta, key, cohort)
+                payloads, error_N = reduction.encode_with_feedback(
+                    delta_N, error_N, beta, key, cohort, outer_N=outer_N
+                )
             digests = [outer_digest_there(self.state.use(OUTER, p))] if base is None else []
             flags = torch.stack(unsealed.are_finite)
             # Beside the payloads, so that the host waits for the device once.

@@ -202,6 +202,7 @@ class StreamingDiLoCo:
             parameter name, or an adapter of diloco.integrations: they are θ, and the parameters follow them.
         buffers: `average`: `finish()` gives the floating-point buffers that training has changed, such as the
             statistics of BatchNorm, the mean of all replicas; `own`: they stay each replica's own.
+        num_steps: T, the inner steps of the whole run, by which `outer="auto"` chooses; for nothing else.
 
     Raises:
         UserError: if the settings contradict each other or the model.
@@ -242,6 +243,7 @@ class StreamingDiLoCo:
         offload: bool = False,
         masters: Masters | Mapping[str, Tensor] | None = None,
         buffers: Literal["own", "average"] = "own",
+        num_steps: int | None = None,
     ) -> None:
         check_exchange(exchange, rendezvous)
         self.exchange, self.rendezvous = exchange, rendezvous
@@ -261,6 +263,8 @@ class StreamingDiLoCo:
                 error_feedback=error_feedback,
                 seed=seed,
                 buffers=buffers,
+                num_steps=num_steps,
+                num_replicas=None if exchange is None else exchange.num_replicas,
             )
             """The arguments that decide what is computed."""
             self._membership = _membership(

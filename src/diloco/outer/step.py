@@ -1,4 +1,4 @@
-"""The outer step, in which Θ_p changes, and its merge into θ_{m,p}; and the record of one: times, norms, cosines, gain.
+"""The outer step, in which Θ_p changes, and its merge into θ_{m,p}; and the record of one: times, norms, cosines.
 
 On a CPU native.c makes both in one pass for Nesterov and mixing; otherwise the two rules change Θ_p and θ_{m,p}.
 
@@ -103,7 +103,7 @@ class Samples:
 
 
 def sampled(vector_N: Tensor, most: int = 1 << 14) -> Tensor:
-    """A view of about so many elements at even distances, or all; the distance is odd, as no width of a matrix is."""
+    """A view of about so many elements, or all; their distance is odd, to meet all columns of a matrix."""
     return vector_N[:: vector_N.numel() // most | 1]
 
 
@@ -179,7 +179,7 @@ class OuterStep:
         return cosine_of(self._norm_and_products()[1:])
 
     def gain(self) -> float | None:
-        """The part of the outer step along Δ_p, in Δ_p, at this ρ; None without one, or if the rule has no gain."""
+        """The part of the outer step along Δ_p, in Δ_p, at this ρ; None if one of the two is not known."""
         rho = self.successive_cosine()
         return None if rho is None or self.gain_at is None else self.gain_at(rho)
 

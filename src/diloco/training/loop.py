@@ -24,7 +24,7 @@ from diloco.training.config.resolve import resolved, shared_facts, text_facts
 from diloco.training.hardware import model_flops_utilization
 from diloco.training.optimizer import learning_rate
 from diloco.training.records.checkpoints import Checkpoints
-from diloco.training.records.metrics import MetricsLog, StepMetrics
+from diloco.training.records.metrics import MetricsLog, StepMetrics, metrics_file
 from diloco.training.records.runs import check_text, claim_together, continued, newest_common_step
 from diloco.training.records.summary import (
     OUTER_FILE,
@@ -35,7 +35,7 @@ from diloco.training.records.summary import (
     evaluate,
     open_held_out,
 )
-from diloco.training.records.tail import ReplicaSteps, replica_tail
+from diloco.training.records.tail import ReplicaSteps, ReplicaTail
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import BegunStep, begin_step, end_step
 from diloco.training.stopping import Stop, stoppable
@@ -257,7 +257,7 @@ class _Run:
         if self.log is None:
             return None
         try:
-            steps = replica_tail(self.config.directory, self.config, self.world.replica).read()
+            steps = ReplicaTail(metrics_file(self.config.directory, self.world.replica)).read()
         except FileError as error:
             _LOG.warning("%s; the run is finished, and %s leaves out this replica's metrics", error, SUMMARY_FILE)
             return None
@@ -301,13 +301,11 @@ def _open_log(config: TrainConfig, world: World, state: TrainState) -> MetricsLo
     """The file of a replica's metrics, and its trackers."""
     run, hparams, directory = config.name, hyperparameters(config), config.directory
     replica, after_step = world.replica, state.step
-    # Where replicas come and go, the others may have trained since this one last read the log.
-    tokens_before = state.standing.tokens if world.rendezvous is None else None
     trackers = [
         tracker(name, run=run, replica=replica, hparams=hparams, directory=directory, after_step=after_step)
         for name in config.trackers
     ]
-    return MetricsLog(directory, replica, after_step=after_step, tokens_before=tokens_before, trackers=trackers)
+    return MetricsLog(directory, replica, after_step=after_step, trackers=trackers)
 
 
 def _serve_metrics(config: TrainConfig, state: TrainState, replica: int, stack: ExitStack) -> None:

@@ -15,6 +15,7 @@ from diloco.data.shards import INDEX_FILE, MOST_TOKENS, read_index, total
 from diloco.errors import FileError, UserError, nearest
 from diloco.files import expanded, memory_bytes
 from diloco.models.spec import ModelConfig
+from diloco.outer.auto import AUTO, NO_AUTO_IN_A_STORE, chosen
 from diloco.presets import METHODS, own_settings
 from diloco.schema import Count, flat, read_bytes
 from diloco.training.config.config import (
@@ -185,8 +186,31 @@ _MOST_TOKENS = 2.0**60
 
 
 def with_method_values(config: TrainConfig) -> TrainConfig:
-    """The same config with the values of its method's preset in the fields that were left out."""
-    return replace(config, diloco=config.diloco.of_method(config.method))
+    """The same config with its method's values in the fields that were left out, and with the outer rule for auto.
+
+    Raises:
+        UserError: for auto with settings of a rule, or where replicas come and go.
+    """
+    config = replace(config, diloco=config.diloco.of_method(config.method))
+    diloco = config.diloco
+    if config.method == "data_parallel" or diloco.outer.partition(":")[0] != AUTO:
+        return config
+    if diloco.outer_rule != AUTO:
+        raise UserError(
+            f"diloco.outer=auto chooses lr and momentum, and {diloco.outer_rule} gives them: leave one out",
+            *("diloco.outer", "diloco.outer_learning_rate", "diloco.outer_momentum"),
+        )
+    if config.rendezvous is not None:
+        raise UserError(NO_AUTO_IN_A_STORE.format("diloco.outer"), "diloco.outer", "rendezvous")
+    lr, momentum = chosen(*auto_facts(config))
+    return replace(config, diloco=replace(diloco, outer=f"nesterov:lr={lr},momentum={momentum}"))
+
+
+def auto_facts(config: TrainConfig) -> tuple[int, int, int, float]:
+    """R, M, H and α of a config with its method's values, by which auto chooses."""
+    diloco = config.diloco
+    alpha = diloco.mixing or 0.0 if diloco.merge == "mix" else 0.0
+    return config.num_steps // diloco.sync_every, config.num_replicas, diloco.sync_every, alpha
 
 
 def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainConfig:

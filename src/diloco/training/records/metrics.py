@@ -53,6 +53,8 @@ class StepMetrics:
     """t, from 1."""
     tokens: Count
     """Tokens that all replicas together have trained on so far."""
+    new_tokens: Count | None = None
+    """Tokens of all since the step before; None in a process's first step where replicas come and go."""
     loss: float
     """Cross-entropy of this replica's batch, nats per token."""
     learning_rate: float
@@ -124,7 +126,6 @@ class MetricsLog:
         run: the run's directory.
         replica: the replica's number.
         after_step: the last step to keep; lines after it, of a run that was interrupted, are dropped.
-        tokens_before: tokens that all replicas have trained on before the next step; None if that is not known.
         trackers: where the curves go, too; closed with this log.
 
     Raises:
@@ -138,7 +139,6 @@ class MetricsLog:
         replica: int,
         *,
         after_step: int,
-        tokens_before: int | None = None,
         trackers: Sequence[Tracker] = (),
     ) -> None:
         self._path = path = metrics_file(run, replica)
@@ -146,7 +146,7 @@ class MetricsLog:
         write_atomically(path, [line.encode() for line, metrics in steps if metrics.step <= after_step])
         with writing(path):
             self._file = path.open("a", buffering=1, encoding="utf-8")
-        self._tokens_before, self._trackers = tokens_before, trackers
+        self._trackers = trackers
 
     def write(self, metrics: StepMetrics) -> None:
         """Add the metrics of a step."""
@@ -158,10 +158,10 @@ class MetricsLog:
                     del outer_step[name]
         with writing(self._path):
             self._file.write(json.dumps(written) + "\n")
-        curves = {k: v for k, v in values.items() if isinstance(v, float | int) and k != "step"}
-        if self._tokens_before is not None:
-            curves["tokens_per_second"] = (metrics.tokens - self._tokens_before) / metrics.step_seconds
-        self._tokens_before = metrics.tokens
+        apart = "step", "new_tokens"
+        curves = {k: v for k, v in values.items() if isinstance(v, float | int) and k not in apart}
+        if metrics.new_tokens is not None:
+            curves["tokens_per_second"] = metrics.new_tokens / metrics.step_seconds
         curves |= {f"engine/{name}": value for name, value in metrics.engine.items()}
         for outer_step in metrics.outer_steps:
             for name in ("outer_gradient_norm", "cosine", "successive_cosine", "gain"):
