@@ -50,7 +50,7 @@ def rules(tier: Tier) -> Experiment:
 
 
 def few_outer_steps(tier: Tier) -> Experiment:
-    """The same in some thirty outer steps."""
+    """The same in 17 outer steps, of two replicas."""
     return _comparison("few_outer_steps", tier, tier.comparisons.few_outer_steps)
 
 

@@ -118,7 +118,7 @@ class Comparisons:
     rules: RulesGrid
     """As many steps as the papers' smallest runs have."""
     few_outer_steps: RulesGrid
-    """The same rules in some thirty outer steps."""
+    """The same rules in 17 outer steps."""
     inner_optimizers: InnerGrid
     """Inner optimizers, in as many steps as `rules`."""
 
@@ -287,7 +287,7 @@ def small(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
         ),
         comparisons=Comparisons(
             rules=_rules_grid(longer := _longer(sizes[base])),
-            few_outer_steps=_rules_grid(sizes[base], replicas=(2,), sync_everies=(30,)),
+            few_outer_steps=_rules_grid(_shorter(sizes[base]), replicas=(2,), sync_everies=(30,)),
             inner_optimizers=_inner_grid(longer),
         ),
     )
@@ -301,6 +301,15 @@ def _longer(base: TrainConfig) -> TrainConfig:
     model = DecoderConfig(num_layers=6, num_heads=2, width=128)
     optimizer = replace(base.optimizer, learning_rate=0.00141)
     return replace(base, model=model, optimizer=optimizer, global_batch=8, num_tokens=7200 * 8 * 128)
+
+
+def _shorter(base: TrainConfig) -> TrainConfig:
+    """512 steps of half the batch: 17 outer steps with H = 30, and a minute on two cores."""
+    optimizer = replace(base.optimizer, learning_rate=base.optimizer.learning_rate * 0.5**0.5)
+    evaluation = replace(base.evaluation, num_tokens=65_536)
+    return replace(
+        base, optimizer=optimizer, evaluation=evaluation, global_batch=8, num_tokens=512 * 8 * base.sequence_length
+    )
 
 
 def _rules_grid(
@@ -344,7 +353,7 @@ def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
     dolma = replace(text, train=text.train if corpus else DOLMA)
     sizes = {name: _of_streaming(scale, num_tokens, text) for name, scale, num_tokens in _ARCHITECTURES}
     smallest = sizes["35M"]
-    short = replace(smallest, num_tokens=1000 * smallest.tokens_per_step)
+    short = replace(smallest, num_tokens=512 * smallest.tokens_per_step)
     comparisons = Comparisons(
         rules=_rules_grid(smallest),
         few_outer_steps=_rules_grid(short, replicas=(2,), sync_everies=(30,)),
