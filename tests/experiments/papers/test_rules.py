@@ -13,6 +13,8 @@ from diloco.experiments.papers.rules import _frontier
 from diloco.experiments.papers.tiers import Comparisons, InnerGrid, RulesGrid, small
 from diloco.experiments.runner.grid import run_grid
 from diloco.experiments.runner.machines import LocalMachine
+from diloco.training.config.config import EvaluationConfig
+from diloco.training.config.recipes import recipe
 
 
 def test_the_frontier_has_the_points_below_which_none_with_as_few_bytes_lies():
@@ -28,11 +30,14 @@ def test_every_rule_and_optimizer_trains_and_has_its_place_in_table_and_figure(n
     from diloco.report.figures.drawing import draw_experiment
 
     tier = small()
-    base = tiny_config(small_corpus, tmp_path)
+    evaluation = EvaluationConfig(num_tokens=1024)
+    base = tiny_config(
+        small_corpus, tmp_path, num_tokens=12 * recipe("tiny").tokens_per_step, evaluation=evaluation
+    )
     grid = RulesGrid(
         base=base,
         replicas=(2,),
-        sync_everies=(6,),
+        sync_everies=(4,),
         outer_learning_rates={
             rule: rates[:1] for rule, rates in tier.comparisons.rules.outer_learning_rates.items()
         },
