@@ -49,7 +49,7 @@ class Case:
     layers_per_fragment: int = 1
     seed: int = 0
     lr: float = LR
-    """Of the inner steps: with a small one, BF16 does not see what some of them change."""
+    """The inner steps' rate: with a small one, BF16 does not see every change."""
 
     def schedule(self) -> diloco.Schedule:
         return diloco.Schedule(
