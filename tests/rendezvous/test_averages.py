@@ -102,7 +102,7 @@ def test_averages_join_to_the_average_of_the_fragment(step) -> None:
         payloads[1].values = known
         content = Content(averages=tuple(payloads), bytes_received=0)
         decision = Decision.of(step.ref, step.state, content)
-        total_N, weight = decided_average(step.form, decision, content, torch.empty(N))
+        total_N, weight, _ = decided_average(step.form, decision, content, torch.empty(N))
         assert weight == 1 and torch.equal(total_N, torch.cat(values))
 
 

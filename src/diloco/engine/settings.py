@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from diloco.engine.outer_state import SENT_THETA
 from diloco.engine.parameters import is_sharded, local
 from diloco.errors import UserError, nearest, setting
 from diloco.exchange.leader import LeaderExchange
@@ -20,7 +21,8 @@ from diloco.exchange.transport import Transport
 from diloco.fragments import Fragment, check_partition, sequential, strided, whole
 from diloco.outer.auto import AUTO, NO_AUTO_IN_A_STORE, chosen
 from diloco.outer.averages import Reduction, reduction_of
-from diloco.outer.merge import MergeRule, Mixing
+from diloco.outer.cohort import Weights
+from diloco.outer.merge import MergeRule, Mixing, Translation
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import RULE, OuterRule
 from diloco.outer.rules import merge_rule, outer_rule
@@ -57,6 +59,13 @@ class Settings:
     """The seed of codecs that draw random numbers."""
     buffers: Literal["own", "average"]
     """The values that the buffers have after `finish()`: each replica's own, or the mean."""
+    weights: Weights | Literal["equal"] = "equal"
+    """The replicas' weights in a fixed group; where they come and go, the run's rules name them."""
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The names of the vectors that are kept beside Θ, but for the error."""
+        return (*self.outer.slots, *((SENT_THETA,) if self.mixing.needs_sent else ()))
 
     @property
     def reduction(self) -> Reduction:
@@ -80,6 +89,12 @@ class Settings:
                 f"outer={type(self.outer).__name__} reads the outer gradient of each replica, and with "
                 f"combine={self.combine} no replica has them whole: set combine=gather",
                 *("outer", "combine"),
+            )
+        if self.outer.merges_at_send and not isinstance(self.mixing, Translation):
+            raise UserError(
+                f"outer={type(self.outer).__name__} merges at the send, and mixing={self.mixing} would undo the "
+                "inner steps after it: set mixing=translate, which keeps them",
+                *("mixing", "outer"),
             )
         self._check_slots()
         self._check_error_feedback()
@@ -120,6 +135,18 @@ class Settings:
                 "leave it out, and estimate the buffers anew for Θ (torch.optim.swa_utils.update_bn)",
                 "buffers",
             )
+        if self.mixing.needs_sent:
+            raise UserError(
+                f"mixing={self.mixing} needs an exchange: where replicas come and go, others' outer steps move "
+                "what is in flight; take mix or translate",
+                "mixing",
+            )
+        if self.weights != "equal":
+            raise UserError(
+                f"weights={self.weights} is for a fixed group, and where replicas come and go the run has its "
+                f"own: pass StoreRendezvous(url, weights={self.weights!r})",
+                "weights",
+            )
         if not self.outer.shared:
             raise UserError(
                 f"outer={type(self.outer).__name__} keeps other outer parameters on each replica, and where "
@@ -134,7 +161,8 @@ class Settings:
     def facts(self, num_replicas: int) -> dict[str, object]:
         """The settings that all replicas must share, in the order in which a difference explains the most."""
         schedule = self.schedule.facts(num_replicas)
-        return {"num_replicas": num_replicas, **schedule, **self._facts(), "buffers": self.buffers}
+        own = {"weights": self.weights, "buffers": self.buffers}
+        return {"num_replicas": num_replicas, **schedule, **self._facts(), **own}
 
     def _facts(self) -> dict[str, object]:
         return {
@@ -157,6 +185,7 @@ class Settings:
             "combine": self.reduction.spec,
             "num_replicas": num_replicas,
             "error_feedback": self.error_feedback,
+            "weights": self.weights,
             "seed": self.seed,
             "schedule": ", ".join(f"{name}={value}" for name, value in schedule.items()),
             "replica": replica,
@@ -178,9 +207,11 @@ class Settings:
             "outer",
             "error",
             "sent",
+            SENT_THETA,
             "in_flight",
             "fragments",
             "last_sent",
+            "weighed",
             "drained_step",
             *self.facts_of_state(0, 1),
             *COUNTERS,
@@ -239,6 +270,7 @@ def settings_of(
     error_feedback: float | None,
     seed: int,
     buffers: Literal["own", "average"],
+    weights: Weights | Literal["equal"],
     num_steps: int | None = None,
     num_replicas: int | None = None,
 ) -> Settings:
@@ -259,6 +291,8 @@ def settings_of(
     check_type("error_feedback", error_feedback, Real | None, "a number above 0 and at most 1, or None")
     if buffers not in ("own", "average"):
         raise UserError(f"buffers={buffers!r} is neither own nor average", "buffers")
+    if weights not in (names := ("equal", *get_args(Weights))):
+        raise UserError(f"weights={weights!r} is none of {', '.join(names)}", "weights")
     with setting("combine", combine):
         reduction_of(combine, of_payloads)
     schedule, merge = schedule_for(len(partition)), _merge_rule(mixing)
@@ -276,6 +310,7 @@ def settings_of(
         error_feedback=None if error_feedback is None else float(error_feedback),
         seed=seed,
         buffers=buffers,
+        weights=weights,
     )
 
 
