@@ -256,10 +256,8 @@ class Replica:
             if beta is None:
                 payloads = reduction.encode(delta_N, key, cohort, outer_N=outer_N)
             else:
-                error_N = self.state.use(ERROR, p)
-                payloads, error_N = reduction.encode_with_feedback(
-                    delta_N, error_N, beta, key, cohort, outer_N=outer_N
-                )
+                arguments = delta_N, self.state.use(ERROR, p), beta, key, cohort
+                payloads, error_N = reduction.encode_with_feedback(*arguments, outer_N=outer_N)
             digests = [outer_digest_there(self.state.use(OUTER, p))] if base is None else []
             flags = torch.stack(unsealed.are_finite)
             # Beside the payloads, so that the host waits for the device once.
