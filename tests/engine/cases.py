@@ -108,15 +108,17 @@ class Case:
             second=self.second(),
         )
 
-    def second(self) -> Callable[[np.ndarray], np.ndarray] | None:
+    def second(self) -> Callable[..., np.ndarray] | None:
         """The codec of averages; None in gather."""
         way, _, second = self.combine.partition(":")
         return None if way == "gather" else through(second or self.wire)
 
 
-def through(wire: str) -> Callable[[np.ndarray], np.ndarray]:
-    """decode(encode(Δ))."""
-    return lambda delta: wire_reference.decode(wire, wire_reference.encode(wire, delta), len(delta))
+def through(wire: str) -> Callable[..., np.ndarray]:
+    """decode(encode(Δ)), given Δ, and Θ for a codec that needs it."""
+    return lambda delta, outer=None: wire_reference.decode(
+        wire, wire_reference.encode(wire, delta, outer=outer), len(delta)
+    )
 
 
 def exchange(timeout_seconds: float = 20.0) -> diloco.ProcessGroupExchange | diloco.LoopbackExchange:
