@@ -40,6 +40,7 @@ def some_cases(M: int, num: int) -> list[Case]:
                 offsets=one_of(None, None, steps_below_period(P)),
                 first_sync=one_of("full_period", "early"),
                 parameters=one_of("fp32", "fp32", "bf16"),
+                weights=one_of("equal", "equal", "tokens", "tokens_squared_per_step"),
             )
         )
     return cases

@@ -43,7 +43,7 @@ class Flight:
     """Fragment, round, and the inner step after which it is sent."""
     key: Key
     cohort: Cohort
-    """The members whose outer gradients are averaged."""
+    """The members whose outer gradients are averaged; with weights once the payloads of all have come."""
     num_elements: int
     """N."""
     reduction: Reduction
@@ -60,6 +60,8 @@ class Flight:
     """The send, which begins once it is sealed; its result waits for the payloads of all members."""
     started: float = 0.0
     """The time of its start, by `time.perf_counter`."""
+    amount: float | None = None
+    """The amount that this replica's weight is in proportion to, sent behind the payload; None with equal ones."""
     is_received: bool = False
     """True once the payloads of all members have come."""
 
@@ -370,7 +372,12 @@ class Replica:
 
         deltas = partial(reduction.each, received, size, key, device)
         step = self.described(
-            flight.sync, make_average, deltas, self.samples.get(key.fragment), blocked_seconds=blocked_seconds
+            flight.sync,
+            make_average,
+            deltas,
+            self.samples.get(key.fragment),
+            blocked_seconds=blocked_seconds,
+            cohort=None if flight.amount is None else cohort,
         )
         # The payloads have come: nothing waits for training.
         return replace(
