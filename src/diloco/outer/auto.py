@@ -22,8 +22,8 @@ def chosen(num_outer_steps: int, num_replicas: int, sync_every: int, mixing: flo
     1 − α of what Θ moved beyond F, so that α (g − 1) Δ is missing from the next outer gradient: if they go on as
     they are, Δ = F − α (g − 1) Δ, and Θ moves by G F with G = g / (1 + α (g − 1)). Momentum averages over n outer
     steps, which must be few beside R. In the sweeps the best G and n are the same for α = 0 and ½; the constants
-    are fitted to R = 10 … 1,000, H = 5 … 100 and M = 1, 2, 4, where the rule ends 0.1 % above the best of a grid on
-    average, and 0.3 % at most.
+    are fitted to R = 10 … 1,000, H = 5 … 100 and M = 1, 2, 4. There the rule ended 0.1 % above the best of a grid on
+    average, 0.3 % at most in 40 of 41 cells, and 0.6 % in the last.
 
     >>> chosen(17, 2, 30, 0.0), chosen(17, 2, 30, 0.5)
     ((0.618, 0.442), (0.692, 0.442))
