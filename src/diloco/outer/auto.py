@@ -22,8 +22,8 @@ def chosen(num_outer_steps: int, num_replicas: int, sync_every: int, mixing: flo
     1 − α of what Θ moved beyond F, so that α (g − 1) Δ is missing from the next outer gradient: if they go on as
     they are, Δ = F − α (g − 1) Δ, and Θ moves by G F with G = g / (1 + α (g − 1)). Momentum averages over n outer
     steps, which must be few beside R. In the sweeps the best G and n are the same for α = 0 and ½; the constants
-    are fitted to R = 10 … 1,000, H = 5 … 100 and M = 1, 2, 4. There the rule ended 0.1 % above the best of a grid on
-    average, 0.3 % at most in 40 of 41 cells, and 0.6 % in the last.
+    are fitted to R = 10 … 1,000, H = 5 … 100 and M = 1, 2, 4. There the rule ended 0.1 % above the best of a grid
+    on average, 0.3 % at most in 40 of 41 cells, and 0.6 % in the last.
 
     >>> chosen(17, 2, 30, 0.0), chosen(17, 2, 30, 0.5)
     ((0.618, 0.442), (0.692, 0.442))
@@ -41,8 +41,8 @@ def expected_excess(
     """The part by which the loss is expected to lie above that of `chosen`: 0.025 ln²(G/G′) + 0.002 ln⁺(n/n′)².
 
     G and n are those of η and μ, n′ that of `chosen`, and G′ that of `chosen` times (n/n′)^0.2: the longer the
-    memory, the larger the best gain; ln⁺ is 0 below 0. Where this was above 0.01 in the sweeps, the loss was 0.2 to
-    4.7 % above, 2.1 % on average.
+    memory, the larger the best gain; ln⁺ is 0 below 0. Where this was above 0.01 in the sweeps, the loss was 0.2
+    to 4.7 % above, 2.1 % on average.
 
     >>> round(expected_excess(0.4, 0.9, 17, 2, 30, 0.0), 3), round(expected_excess(0.4, 0.9, 300, 2, 30, 0.5), 3)
     (0.028, 0.002)
