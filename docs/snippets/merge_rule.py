@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import diloco
-from diloco.extend import MergeRule
+from diloco.extend import MergeRule, Past
 
 model = torch.nn.Linear(8, 1)
 
@@ -18,7 +18,7 @@ class Clipped(MergeRule):
 
     limit: float
 
-    def merge(self, theta_N: Tensor, outer_N: Tensor, previous_N: Tensor | None) -> Tensor:
+    def merge(self, theta_N: Tensor, outer_N: Tensor, past: Past) -> Tensor:
         return outer_N + (theta_N - outer_N).clamp(-self.limit, self.limit)
 
 

@@ -23,14 +23,14 @@ class DilocoSettings(Timing):
     layers_per_fragment: int = field(default=3, metadata={"planned": True})
     """Blocks in a strided or sequential fragment."""
     outer: str = "nesterov"
-    """Outer rule with its settings, such as nesterov:lr=0.4,momentum=0.9 or torch.AdamW:lr=0.1; auto is nesterov,
+    """Outer rule with its settings, such as nesterov, rda:lr=1,momentum=0 or torch.AdamW:lr=0.1; auto is nesterov,
     whose settings follow from the number of outer steps, M, H and α."""
     outer_learning_rate: float | None = field(default=None, metadata={"column": True})
     """η, the outer rule's lr; None is the rule's own."""
     outer_momentum: float | None = None
     """μ, the outer rule's momentum; None is the rule's own."""
     merge: str = "mix"
-    """Merge rule: mix, overwrite or translate."""
+    """Merge rule: mix, overwrite, translate or taylor."""
     mixing: float | None = None
     """α of mix: how much of its own parameters a replica keeps at a merge; None is the method's own."""
     wire: str | None = field(default=None, metadata={"planned": True})

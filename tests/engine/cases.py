@@ -111,7 +111,7 @@ class Case:
             amount=lambda m, steps: AMOUNTS[self.weights](sum(tokens(m, t) for t in steps), len(steps)),
         )
 
-    def second(self) -> Callable[[np.ndarray], np.ndarray] | None:
+    def second(self) -> Callable[..., np.ndarray] | None:
         """The codec of averages; None in gather."""
         way, _, second = self.combine.partition(":")
         return None if way == "gather" else through(second or self.wire)
@@ -130,9 +130,11 @@ def tokens(m: int, t: int) -> int:
     return 1_000_003 * (1 + (7 * m + 3 * t) % 11)
 
 
-def through(wire: str) -> Callable[[np.ndarray], np.ndarray]:
-    """decode(encode(Δ))."""
-    return lambda delta: wire_reference.decode(wire, wire_reference.encode(wire, delta), len(delta))
+def through(wire: str) -> Callable[..., np.ndarray]:
+    """decode(encode(Δ)), given Δ, and Θ for a codec that needs it."""
+    return lambda delta, outer=None: wire_reference.decode(
+        wire, wire_reference.encode(wire, delta, outer=outer), len(delta)
+    )
 
 
 def exchange(timeout_seconds: float = 20.0) -> diloco.ProcessGroupExchange | diloco.LoopbackExchange:

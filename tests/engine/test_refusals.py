@@ -51,6 +51,14 @@ EXCHANGE = r"pass diloco.ProcessGroupExchange\(group\), what diloco.connect\(add
         ({"wire": diloco.codec}, "wire=<function> is of the wrong type"),
         ({"wire": "e9m9"}, "wire=e9m9: 'e9m9' is not a codec: choose one of fp32"),
         ({"wire": "int4:block=3"}, "wire=int4:block=3: int4: block must be from 2 to 65536"),
+        (
+            {"wire": "pulse"},
+            r"wire=pulse:.* without error_feedback loses for ever what one .* set error_feedback=1",
+        ),
+        (
+            {"combine": "reduce_scatter", "wire": "pulse", "error_feedback": 1.0},
+            "combine=reduce_scatter with pulse would lose .*: name another .*, such as reduce_scatter:fp32",
+        ),
         ({"combine": "reduce_scatter:e9"}, "combine=reduce_scatter:e9: 'e9' is not a codec"),
         ({"weights": "bytes"}, "weights='bytes' is none of equal, tokens, tokens_squared_per_step"),
         ({"combine": None}, 'combine=None is of the wrong type: pass "gather"'),

@@ -102,13 +102,15 @@ def train(
     error_feedback: float | None = None,
     offload: bool = False,
     num_steps: int = NUM_STEPS,
+    outer: str = "nesterov",
 ) -> tuple | None:
     """The replica's losses, the held-out loss of Θ, its hash, and what an outer step tells; None if beyond."""
     mesh = processes(S)
     if mesh.get_coordinate() is None:
         return None
     model = MODELS[kind](mesh)
-    engine = engine_of(model, mesh, wire=wire, combine=combine, error_feedback=error_feedback, offload=offload)
+    ways = {"wire": wire, "combine": combine, "error_feedback": error_feedback, "offload": offload}
+    engine = engine_of(model, mesh, outer=outer, **ways)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses, outer_steps = [], []
     for step in range(1, num_steps + 1):
@@ -152,6 +154,8 @@ def in_other_ways():
         "reduce_scatter": (2, "decoder", "e3m0", "reduce_scatter:bf16", None, False, 12),
         "feedback": (2, "decoder", "topk:density=0.2", "gather", 1.0, False, 12),
         "offload": (2, "decoder", "e3m0", "gather", None, True),
+        "whole with rda": (1, "decoder", "fp32", "gather", None, False, NUM_STEPS, "rda"),
+        "shards with rda": (3, "decoder", "fp32", "gather", None, False, NUM_STEPS, "rda"),
     }
     return results_of({"whole": (1, "decoder", "fp32"), "shards": (3, "decoder", "fp32")} | rest)
 
@@ -171,8 +175,15 @@ def assert_trained_alike(sharded: list[tuple], whole: list[tuple]) -> None:
 
 
 @pytest.mark.slow
-def test_shards_train_as_a_whole_replica_does(in_other_ways):
-    assert_trained_alike(in_other_ways["shards"], in_other_ways["whole"])
+@pytest.mark.parametrize("rule", ["", " with rda"])
+def test_shards_train_as_a_whole_replica_does(rule, in_other_ways):
+    assert_trained_alike(in_other_ways[f"shards{rule}"], in_other_ways[f"whole{rule}"])
+
+
+@pytest.mark.slow
+def test_a_length_of_a_parameter_is_that_of_all_its_shards(in_other_ways):
+    held_out = [in_other_ways[name][0][1] for name in ("whole", "whole with rda")]
+    assert abs(held_out[0] - held_out[1]) > 1e-3, "the rules differ"
 
 
 def test_blocks_that_begin_anew_in_each_shard_train_as_well(in_e3m0):

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from diloco.engine.outer_state import ERROR, OUTER
+from diloco.engine.outer_state import ERROR, OUTER, SENT_THETA
 from diloco.engine.parameters import local
 from diloco.engine.replica import Replica
 from diloco.engine.settings import Settings
@@ -218,7 +218,7 @@ def agree_or_refuse(transport: Transport, facts: Mapping[str, object], refusal: 
 def _accepted(replica: Replica, num_replicas: int, state: object) -> tuple[dict[str, Any], tuple[str, ...]]:
     values = _values(state, _FixedValues)
     _check_lengths(values, ("last_sent", "weighed"), len(values["fragments"]))
-    checked = {**cast(Mapping[str, Any], state), **values}
+    checked = {SENT_THETA: {}, **cast(Mapping[str, Any], state), **values}
     _check_settings(replica, num_replicas, checked)
     flying = [fragment for fragment, *_ in checked["in_flight"]]
     if len(set(flying)) < len(flying) or not set(flying) <= set(range(replica.state.num_fragments)):
@@ -269,7 +269,9 @@ def _check_names(replica: Replica, state: Mapping[str, Any], own: Mapping[str, T
         refuse_names("lacks", unfrozen, OUTER)
     refuse_names("lacks", (name for name in unfrozen if name in listed), OUTER)
     check_like(OUTER, saved, own)
-    kinds = [kind for kind in replica.state.kinds[1:] if kind != ERROR or _keeps_error(replica, state)]
+    needless = {ERROR} - ({ERROR} if _keeps_error(replica, state) else set())
+    needless |= set() if state["in_flight"] else {SENT_THETA}
+    kinds = [kind for kind in replica.state.kinds[1:] if kind not in needless]
     for kind in kinds:
         refuse_names("lacks", (name for name in saved if name not in state[kind]), kind)
         refuse_names("has", (name for name in state[kind] if name not in saved), kind)

@@ -25,7 +25,7 @@ from diloco.exchange.transport import fail_together
 from diloco.outer.averages import decoded
 from diloco.outer.cohort import Cohort
 from diloco.outer.digest import outer_digest
-from diloco.outer.merge import MergeRule, Mixing, Translation
+from diloco.outer.merge import MergeRule, Mixing, Past, Translation
 from diloco.outer.step import OuterStep, merge_in_place
 from diloco.rendezvous.contract import (
     MOST_DECISIONS_PER_FRAGMENT,
@@ -252,7 +252,7 @@ class ElasticMembership(Membership):
             values_N = flight.own()  # before there is a checksum to verify
             with replica.naming_non_finite(sync):
                 flight.seal()
-            used = replica.on_send(sync, values_N.clone)
+            used = replica.on_send(sync, values_N.clone, Cohort.equal(1))
             self._take_digests(p, used)  # the rule may have changed them
         then_tokens, then_steps = self.counted[p]
         tokens, steps = replica.tokens - then_tokens, step - then_steps
@@ -400,7 +400,7 @@ class ElasticMembership(Membership):
         before_N = replica.state.use(OUTER, p).clone()
         self._read(p, stored)
         with replica.parameters.merging(p, replica.num_steps) as theta:
-            merge_in_place(theta, replica.state.use(OUTER, p), mixing, before_N)
+            merge_in_place(theta, replica.state.use(OUTER, p), mixing, Past(before_N))
         size, device = self.form.sizes[p], replica.parameters.device
         zeros = partial(torch.zeros, size, dtype=torch.float32, device=device)
         return replica.described(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()), None)

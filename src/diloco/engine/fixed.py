@@ -221,10 +221,12 @@ class FixedMembership(Membership):
             with replica.record.encoding():
                 flights = [self._encode(sync) for sync in syncs]
             for flight in flights:
-                replica.lane.queue(partial(replica.on_send, flight.sync, flight.own))
+                replica.lane.queue(partial(replica.on_send, flight.sync, flight.own, flight.cohort))
         for flight, own_amount in zip(flights, amounts, strict=True):
             p, error_N, flight.error_N = flight.sync.fragment, flight.error_N, None
             flight.amount, self.weighed[p] = own_amount, (replica.tokens, own_amount or 0.0)
+            if replica.settings.outer.merges_at_send:
+                replica.enter_outer(p)
             if error_N is not None:
                 replica.lane.queue(partial(replica.keep_error, p, error_N))
             self._start(flight)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diloco.engine.lanes import DeviceLane
-from diloco.engine.outer_state import ERROR, OUTER, OuterState
+from diloco.engine.outer_state import ERROR, OUTER, SENT_THETA, OuterState
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.settings import COUNTERS, Settings
 from diloco.errors import NonFiniteError, UserError
@@ -24,9 +24,9 @@ from diloco.exchange.process_group import Answers
 from diloco.outer.averages import Average, Reduction
 from diloco.outer.cohort import Cohort
 from diloco.outer.digest import outer_digest_there
-from diloco.outer.merge import MergeRule
+from diloco.outer.merge import MergeRule, Mixing, Past
 from diloco.outer.rule import FragmentState
-from diloco.outer.step import OuterStep, Samples, sampled, take_outer_step
+from diloco.outer.step import OuterStep, Samples, merge_in_place, sampled, take_outer_step
 from diloco.schedule import Sync
 from diloco.wire.kernels.memory import begin_to_host, empty
 from diloco.wire.payload import Codec, Key, Unsealed, non_finite
@@ -241,6 +241,9 @@ class Replica:
         lane.join()  # it has ended with the working memory
         outer_N = self.state.use(OUTER, p)
         delta_N = self.parameters.outer_gradient(p, outer_N, self.scratch(p))
+        if self.settings.mixing.needs_sent:
+            self.state.use(SENT_THETA, p).copy_(self.parameters.flat(p))
+            self.state.keep(SENT_THETA, p)
         self.record.sample(delta_N, outer_N, key)
         check_merges = self.parameters.watch.take(sync.step)
         if base is None and not lane.is_apart:
@@ -300,16 +303,24 @@ class Replica:
             name = self.parameters.first_not_finite(p, delta_N)
             raise _non_finite(sync.step, self.number, p, name) from None
 
-    def on_send(self, sync: Sync, own: Callable[[], Tensor]) -> Collection[str]:
+    def on_send(self, sync: Sync, own: Callable[[], Tensor], cohort: Cohort) -> Collection[str]:
         """Let the outer rule act on a fragment that is sent; the kinds of vectors that it used.
 
         Args:
             sync: the fragment, its round and the step.
             own: decodes its outer gradient.
+            cohort: as in `OuterRule.on_send`.
         """
         with self._fragment(sync.fragment) as (fragment, used):
-            self.settings.outer.on_send(fragment, own, sync)
+            self.settings.outer.on_send(fragment, own, sync, cohort)
         return used
+
+    def enter_outer(self, p: int) -> None:
+        """θ_p ← Θ_p, after what was queued on the lane."""
+        with self.parameters.merging(p, self.num_steps) as theta:
+            outer_N = self.state.use(OUTER, p)
+            self.lane.queue(lambda: merge_in_place(theta, outer_N, Mixing(0.0), Past()))
+            self.lane.join()
 
     def keep_error(self, p: int, error_N: Tensor) -> None:
         """Take the error that a payload leaves."""
@@ -324,11 +335,15 @@ class Replica:
             self.parameters.merging(p, self.num_steps) as theta,
             self._fragment(p) as (fragment, _),
         ):
-            rule, sample_n = self.settings.outer, torch.empty_like(sampled(average.total_N))
+            rule, past = self.settings.outer, Past(num_steps=self.num_steps - sync.step)
+            if mixing.needs_sent:
+                sent_N, period = self.state.use(SENT_THETA, p), self.settings.schedule.sync_every
+                past = replace(past, theta_N=sent_N, sync_every=period)
+            sample_n = torch.empty_like(sampled(average.total_N))
 
             def work() -> None:
                 sample_n.copy_(sampled(average.total_N))  # whose memory the rule may overwrite
-                take_outer_step(rule, mixing, fragment, theta, average, sync, cohort)
+                take_outer_step(rule, mixing, fragment, theta, average, sync, cohort, past)
 
             self.lane.queue(work)
             self.lane.join()
@@ -411,7 +426,7 @@ def outer_state(settings: Settings, parameters: FragmentParameters, *, offload: 
     """The state before the first round: Θ is the parameters as they are."""
     return OuterState(
         map(parameters.flat, range(len(settings.fragments))),
-        slots=settings.outer.slots,
+        slots=settings.slots,
         with_error=settings.error_feedback is not None,
         offload=offload,
     )

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from diloco.engine.outer_state import SENT_THETA
 from diloco.engine.parameters import is_sharded, local
 from diloco.errors import UserError, nearest, setting
 from diloco.exchange.leader import LeaderExchange
@@ -21,7 +22,7 @@ from diloco.fragments import Fragment, check_partition, sequential, strided, who
 from diloco.outer.auto import AUTO, NO_AUTO_IN_A_STORE, chosen
 from diloco.outer.averages import Reduction, reduction_of
 from diloco.outer.cohort import Weights
-from diloco.outer.merge import MergeRule, Mixing
+from diloco.outer.merge import MergeRule, Mixing, Translation
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import RULE, OuterRule
 from diloco.outer.rules import merge_rule, outer_rule
@@ -62,6 +63,11 @@ class Settings:
     """The replicas' weights in a fixed group; where they come and go, the run's rules name them."""
 
     @property
+    def slots(self) -> tuple[str, ...]:
+        """The names of the vectors that are kept beside Θ, but for the error."""
+        return (*self.outer.slots, *((SENT_THETA,) if self.mixing.needs_sent else ()))
+
+    @property
     def reduction(self) -> Reduction:
         """The way from payloads to an average."""
         return reduction_of(self.combine, self.wire)
@@ -83,6 +89,12 @@ class Settings:
                 f"outer={type(self.outer).__name__} reads the outer gradient of each replica, and with "
                 f"combine={self.combine} no replica has them whole: set combine=gather",
                 *("outer", "combine"),
+            )
+        if self.outer.merges_at_send and not isinstance(self.mixing, Translation):
+            raise UserError(
+                f"outer={type(self.outer).__name__} merges at the send, and mixing={self.mixing} would undo the "
+                "inner steps after it: set mixing=translate, which keeps them",
+                *("mixing", "outer"),
             )
         self._check_slots()
         self._check_error_feedback()
@@ -122,6 +134,12 @@ class Settings:
                 "buffers=average needs an exchange: where replicas come and go the log holds parameters alone; "
                 "leave it out, and estimate the buffers anew for Θ (torch.optim.swa_utils.update_bn)",
                 "buffers",
+            )
+        if self.mixing.needs_sent:
+            raise UserError(
+                f"mixing={self.mixing} needs an exchange: where replicas come and go, others' outer steps move "
+                "what is in flight; take mix or translate",
+                "mixing",
             )
         if self.weights != "equal":
             raise UserError(
@@ -189,6 +207,7 @@ class Settings:
             "outer",
             "error",
             "sent",
+            SENT_THETA,
             "in_flight",
             "fragments",
             "last_sent",

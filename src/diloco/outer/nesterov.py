@@ -7,8 +7,9 @@ Shapes: N elements of one fragment.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Self
 
 from torch import Tensor
 
@@ -25,7 +26,8 @@ from diloco.wire.kernels.memory import elements_at_once
 class Nesterov(OuterRule):
     """SGD with Nesterov momentum, as in torch.optim.SGD: v ← μ v + Δ; Θ ← Θ − η (Δ + μ v); v₀ = 0.
 
-    η = 1 and μ = 0 replace the outer parameters by the replicas' average (Local SGD, FedAvg).
+    η = 1 and μ = 0 replace the outer parameters by the replicas' average (Local SGD, FedAvg). A restart, v ← 0, is
+    that of arXiv 2605.28585. η may decay over R rounds: η_r = η (1 − (1 − f) min(1, (r − 1) / (R − 1))).
 
     >>> import torch
     >>> outer, velocity = Nesterov(lr=1.0, momentum=0.0).step(
@@ -39,6 +41,12 @@ class Nesterov(OuterRule):
     """η, the outer learning rate."""
     momentum: float = 0.9
     """μ, the outer momentum."""
+    restart_every: int = 0
+    """Rounds of a fragment after which v restarts at 0; 0 for never."""
+    decay_rounds: int = 0
+    """R, rounds of a fragment in which η decays; 0 for a constant η."""
+    final: float = 0.1
+    """f, the part of η that is left after R rounds."""
 
     slots = ("velocity",)
 
@@ -51,6 +59,22 @@ class Nesterov(OuterRule):
             raise UserError(f"lr={self.lr}: the outer learning rate must be above 0 and finite", "lr")
         if not 0 <= self.momentum < 1:
             raise UserError(f"momentum={self.momentum}: the outer momentum must be from 0 to below 1", "momentum")
+        if not 0 < self.final <= 1:
+            raise UserError(f"final={self.final} must be above 0 and at most 1", "final")
+        for name in ("restart_every", "decay_rounds"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 0", name)
+
+    def begin(self, fragment: FragmentState, sync: Sync) -> Self:
+        """Restart v where its rounds are over; returns the rule with the round's η."""
+        if self.restart_every and (sync.round - 1) % self.restart_every == 0:
+            fragment.use("velocity").zero_()
+        return replace(self, lr=self.rate(sync), decay_rounds=0) if self.decay_rounds else self
+
+    def rate(self, sync: Sync) -> float:
+        """η of a round."""
+        decayed = min(1.0, (sync.round - 1) / max(1, self.decay_rounds - 1)) if self.decay_rounds else 0.0
+        return self.lr * (1 - (1 - self.final) * decayed)
 
     def gain(self, rho: float) -> float:
         """η (1 + μ / (1 − μρ)): the part of an outer step along Δ, in Δ, after many whose lag-k cosine is ρᵏ.
@@ -69,10 +93,11 @@ class Nesterov(OuterRule):
 
     def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
         """Take the outer step."""
+        now = self.begin(fragment, sync)
         vectors = fragment.use("outer"), fragment.use("velocity"), average.total_N
         most = elements_at_once(average.total_N.device)
         for outer_n, velocity_n, total_n in zip(*(v.split(most) for v in vectors), strict=True):
             delta_n = Average(total_n, average.weight).divided()
-            new_outer_n, new_velocity_n = self.step(outer_n, velocity_n, delta_n)
+            new_outer_n, new_velocity_n = now.step(outer_n, velocity_n, delta_n)
             outer_n.copy_(new_outer_n)
             velocity_n.copy_(new_velocity_n)

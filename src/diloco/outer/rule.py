@@ -60,6 +60,8 @@ class OuterRule(ABC):
     """The names of the FP32 vectors that it keeps beside Θ, zero at the start, such as ("velocity",)."""
     shared: bool = True
     """True if Θ and the slots have the same bits on every replica after a round."""
+    merges_at_send: bool = False
+    """True if θ ← Θ after `on_send`, too, which has moved Θ."""
     needs_deltas: bool = False
     """True if it reads each replica's outer gradient by `Average.deltas`, which reduce_scatter does not have."""
 
@@ -67,13 +69,16 @@ class OuterRule(ABC):
         """The settings that all replicas must share, by name: the fields."""
         return facts_of(self)
 
-    def on_send(self, fragment: FragmentState, own: Callable[[], Tensor], sync: Sync) -> None:  # noqa: B027
+    def on_send(  # noqa: B027
+        self, fragment: FragmentState, own: Callable[[], Tensor], sync: Sync, cohort: Cohort
+    ) -> None:
         """Act on a fragment that this replica has just sent; most rules do nothing: the average is what counts.
 
         Args:
             fragment: its state.
             own: makes this replica's own outer gradient as the others will decode it, flat FP32 (N).
             sync: fragment, round and step.
+            cohort: the replicas that share the fragment; where they come and go, this one alone.
         """
 
     @abstractmethod

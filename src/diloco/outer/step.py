@@ -7,7 +7,7 @@ Shapes: N elements of one fragment, n of them.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diloco.outer.averages import Average
 from diloco.outer.cohort import Cohort
-from diloco.outer.merge import MergeRule, Mixing
+from diloco.outer.merge import MergeRule, Mixing, Past
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState, OuterRule
 from diloco.schedule import Sync
@@ -31,6 +31,7 @@ def take_outer_step(
     average: Average,
     sync: Sync,
     cohort: Cohort,
+    past: Past = Past(),  # noqa: B008  it is frozen
 ) -> None:
     """Θ_p ← OuterOpt(Θ_p, Δ_p), then θ_{m,p} ← merge(θ_{m,p}, Θ_p); the bits are the same either way.
 
@@ -42,9 +43,11 @@ def take_outer_step(
         average: Δ_p.
         sync: fragment, round and step.
         cohort: the replicas whose outer gradients were averaged.
+        past: what the merge rule reads besides Θ before the outer step.
     """
     # A subclass may compute something else than native.c.
     if type(rule) is Nesterov and type(merge_rule) is Mixing and (fast := _native(parameters)) is not None:
+        rule = rule.begin(fragment, sync)
         scalars = (average.weight, rule.lr, rule.momentum, merge_rule.alpha, 1 - merge_rule.alpha)
         sizes = [theta.numel() for theta in parameters]
         vectors = fragment.use("outer"), fragment.use("velocity"), average.total_N
@@ -53,9 +56,10 @@ def take_outer_step(
         # As torch's own operations do: a backward through values from before the merge must raise.
         torch.autograd.graph.increment_version(parameters)
         return
-    previous_N = fragment.use("outer").clone() if merge_rule.needs_previous else None
+    if merge_rule.needs_previous:
+        past = replace(past, outer_N=fragment.use("outer").clone())
     rule.on_average(fragment, average, sync, cohort)
-    merge_in_place(parameters, fragment.use("outer"), merge_rule, previous_N)
+    merge_in_place(parameters, fragment.use("outer"), merge_rule, past)
 
 
 def _native(parameters: Sequence[Tensor]) -> Native | None:
@@ -66,14 +70,12 @@ def _native(parameters: Sequence[Tensor]) -> Native | None:
     return native() if is_within_reach else None
 
 
-def merge_in_place(
-    parameters: Sequence[Tensor], outer_N: Tensor, merge_rule: MergeRule, previous_N: Tensor | None
-) -> None:
+def merge_in_place(parameters: Sequence[Tensor], outer_N: Tensor, merge_rule: MergeRule, past: Past) -> None:
     """Merge Θ_p into θ_{m,p}, given tensor by tensor, in place; each is rounded to its dtype."""
     for group, part in _groups(parameters, elements_at_once(outer_N.device)):
         flat = [theta.reshape(-1) for theta in group]
         theta_n = (torch.cat(flat) if len(flat) > 1 else flat[0]).float()
-        merged_n = merge_rule.merge(theta_n, outer_N[part], None if previous_N is None else previous_N[part])
+        merged_n = merge_rule.merge(theta_n, outer_N[part], past.part(part))
         parts = merged_n.split([theta.numel() for theta in group])
         shaped = [part_n.view(theta.shape) for part_n, theta in zip(parts, group, strict=True)]
         torch._foreach_copy_(group, shaped)

@@ -162,7 +162,7 @@ def spelled_optimizer(spec: str) -> OuterRule:
     name, _, options = spec.partition(":")
     if (kind := _optimizer(name.removeprefix(TORCH))) is None:
         raise UserError(f"{spec!r}: torch.optim has no {name.removeprefix(TORCH)}: take torch.AdamW, or another")
-    settings = dict(option.partition("=")[::2] for option in options.split(",") if option)
+    settings = {key: text for key, _, text in (option.partition("=") for option in options.split(",") if option)}
     if unknown := [key for key in settings if key not in _arguments_of(kind) - {"self", "params", *_WAYS}]:
         raise UserError(f"{unknown[0]!r} is not a setting of {name}")
     return rule_of_optimizer(_built(kind, {key: _value(text) for key, text in settings.items()}))
