@@ -23,7 +23,8 @@ class DilocoSettings(Timing):
     layers_per_fragment: int = field(default=3, metadata={"planned": True})
     """Blocks in a strided or sequential fragment."""
     outer: str = "nesterov"
-    """Outer rule with its settings, such as nesterov, rda:lr=1,momentum=0 or torch.AdamW:lr=0.1."""
+    """Outer rule with its settings, such as nesterov, rda:lr=1,momentum=0 or torch.AdamW:lr=0.1; auto is nesterov,
+    whose settings follow from the number of outer steps, M, H and α."""
     outer_learning_rate: float | None = field(default=None, metadata={"column": True})
     """η, the outer rule's lr; None is the rule's own."""
     outer_momentum: float | None = None

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
 import msgspec
 
@@ -116,7 +116,8 @@ def spelled(kind: type[_T], spec: str, *, words: str = "NAME") -> _T:
     """An instance of a dataclass from a spelling with options, such as `e3m0:block=64`, which are its fields.
 
     Args:
-        kind: has fields that are numbers, truth values, words, or tuples of words, which + joins.
+        kind: has fields that are numbers, truth values, words (any, or of a choice), or tuples of words, which +
+            joins.
         spec: the spelling; the name before the colon says which class it is.
         words: the kind of words that fields take, for errors.
 
@@ -128,7 +129,7 @@ def spelled(kind: type[_T], spec: str, *, words: str = "NAME") -> _T:
     Blocks(block=64)
     """
     name, _, options = spec.partition(":")
-    readers = {field.name: _READERS[field.type] for field in fields(cast(Any, kind))}
+    readers = {field.name: _reader(field.type) for field in fields(cast(Any, kind))}
     chosen: dict[str, Any] = {}
     for option in filter(None, options.split(",")):
         key, _, text = option.partition("=")
@@ -141,6 +142,13 @@ def spelled(kind: type[_T], spec: str, *, words: str = "NAME") -> _T:
         except (KeyError, ValueError):
             raise UserError(f"{spec!r}: {key} must be {wanted or words}, not {text!r}") from None
     return kind(**chosen)
+
+
+def _reader(kind: Any) -> tuple[str, Callable[[str], Any]]:
+    """The words for a field's values, and the function that reads one."""
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind)), {choice: choice for choice in get_args(kind)}.__getitem__
+    return _READERS[kind]
 
 
 _READERS: dict[Any, tuple[str, Callable[[str], Any]]] = {

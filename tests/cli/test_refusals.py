@@ -79,7 +79,7 @@ train tiny --epochs two                            => --epochs takes a number, n
 train tiny --resume a --config b.toml              => --resume goes on with the run's own settings: leave
 train tiny --config b.toml                         => b.toml can't be read
 train TEXT --config out.toml                       => --name='../out' must be 1 to 64 letters
-data prepare --output new --cache old              => --prepared and --cache mean nothing here
+data prepare --output new --cache old              => --prepared, --cache and --max-train-tokens mean nothing here
 bench wire --values 0                              => --values=0 must be at least 1
 bench wire --wires fp8                             => --wires=fp8: 'fp8' is not a codec
 bench wire --gradient nowhere.safetensors          => nowhere.safetensors can't be read: No such file

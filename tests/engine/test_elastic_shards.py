@@ -98,7 +98,7 @@ def train_fixed_members(folder: str, shards: int) -> list[tuple]:
         described, logs = [], {}
         for _ in range(T):
             outer_steps = replica.step(tokens=24 if name == "a" else 8)
-            described += [(o.sync, o.norm(), o.mean_cosine()) for o in outer_steps]
+            described += [(o.sync, o.norm(), o.mean_cosine(), o.successive_cosine()) for o in outer_steps]
             logs = replica.engine.logs()
         replica.engine.finish()
         counts = (

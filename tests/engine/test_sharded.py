@@ -121,7 +121,7 @@ def train(
         outer_steps += engine.step()
         losses.append(mean)
     outer_steps += engine.finish()
-    messages = [(o.norm(), o.mean_cosine()) for o in outer_steps]
+    messages = [(o.norm(), o.mean_cosine(), o.successive_cosine()) for o in outer_steps]
     with torch.no_grad():
         for name, outer in engine.outer_parameters().items():
             local(model.get_parameter(name)).copy_(local(outer))
@@ -165,7 +165,11 @@ def assert_trained_alike(sharded: list[tuple], whole: list[tuple]) -> None:
         expected = whole[rank // (len(sharded) // M)]
         assert losses == pytest.approx(expected[0], abs=1e-5)
         assert held_out == pytest.approx(expected[1], abs=1e-5)
-        assert messages == [(pytest.approx(n, rel=1e-3), pytest.approx(c, abs=1e-3)) for n, c in expected[3]]
+        assert messages == [
+            (pytest.approx(norm, rel=1e-3), pytest.approx(cosine, abs=1e-3), rho and pytest.approx(rho, abs=2e-3))
+            for norm, cosine, rho in expected[3]
+        ]
+        assert messages[-1][-1] is not None, "it is the second of its fragment, or a later one"
     assert losses[-1] < losses[0] - 0.3
     assert len({outer_hash for _, _, outer_hash, _, _ in sharded}) == 1
 

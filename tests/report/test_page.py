@@ -140,12 +140,19 @@ def test_the_curves_are_those_of_the_metrics(run, finished_run):
     each = ring_all_reduce_bytes(summary["num_params"], 2)
     assert data_parallel["points"] == [[step.tokens, pytest.approx(each * step.step, rel=1e-4)] for step in first]
     merges = [(outer, step.step) for step in first for outer in step.outer_steps]
-    for title, name in (("Norm of the mean outer gradient", "outer_gradient_norm"), ("Cosine", "cosine")):
+    for title, name in (
+        ("Norm of the mean outer gradient", "outer_gradient_norm"),
+        ("Cosine between", "cosine"),
+        ("Cosine of successive", "successive_cosine"),
+        ("Gain of the outer step", "gain"),
+    ):
         chart = next(chart for start, chart in charts.items() if start.startswith(title))
         for fragment, series in enumerate(chart["series"]):
             outer_steps = [outer for outer, _ in merges if outer.fragment == fragment]
             assert series["points"] == [
-                [outer.sent_step, pytest.approx(getattr(outer, name), rel=1e-4)] for outer in outer_steps
+                [outer.sent_step, pytest.approx(value, rel=1e-4)]
+                for outer in outer_steps
+                if (value := getattr(outer, name)) is not None
             ]
     lanes = charts["Sends and merges in the first rounds"]["lanes"]
     assert len(lanes) == 3 * 2

@@ -369,7 +369,7 @@ class ElasticMembership(Membership):
         replica.bytes_received += content.bytes_received
         replica.bytes_sent += content.bytes_sent
         makers = remade(self.form, decision, content, replica.parameters.device)
-        return replica.described(sync, *makers, cohort=decision.cohort)
+        return replica.described(sync, *makers, replica.samples.get(p), cohort=decision.cohort)
 
     def _refuse_equal(self, decision: Decision, content: Content) -> None:
         """Refuse to go on if another replica's newest outer gradients of all fragments were equal to the own ones.
@@ -403,7 +403,7 @@ class ElasticMembership(Membership):
             merge_in_place(theta, replica.state.use(OUTER, p), mixing, Past(before_N))
         size, device = self.form.sizes[p], replica.parameters.device
         zeros = partial(torch.zeros, size, dtype=torch.float32, device=device)
-        return replica.described(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()))
+        return replica.described(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()), None)
 
     def _read(self, p: int, stored: StoredSnapshot) -> None:
         """Take Θ_p and the slots from a snapshot."""

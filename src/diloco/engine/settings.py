@@ -19,6 +19,7 @@ from diloco.exchange.leader import LeaderExchange
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Transport
 from diloco.fragments import Fragment, check_partition, sequential, strided, whole
+from diloco.outer.auto import AUTO, NO_AUTO_IN_A_STORE, chosen
 from diloco.outer.averages import Reduction, reduction_of
 from diloco.outer.merge import MergeRule, Mixing, Translation
 from diloco.outer.nesterov import Nesterov
@@ -213,6 +214,13 @@ class Settings:
         beta, gain = self.error_feedback, self.wire.gain(VERY_LONG)
         if beta is not None and not 0 < beta <= 1:
             raise UserError(f"error_feedback must be above 0 and at most 1, or None, not {beta}", "error_feedback")
+        if beta is None and self.wire.needs_outer:
+            raise UserError(
+                f"wire={self.wire.spec} without error_feedback loses for ever what one outer gradient alone does "
+                "not change in the model: set error_feedback=1",
+                "error_feedback",
+                "wire",
+            )
         if beta is not None and beta * (gain - 1) >= 1:
             raise UserError(
                 f"error_feedback={beta} with wire={self.wire.spec} diverges: {self.wire.name} multiplies what it "
@@ -250,11 +258,14 @@ def settings_of(
     error_feedback: float | None,
     seed: int,
     buffers: Literal["own", "average"],
+    num_steps: int | None = None,
+    num_replicas: int | None = None,
 ) -> Settings:
     """The settings that the engine's arguments stand for.
 
     Args:
-        schedule_for: makes the schedule for a number of fragments; the others are as in `StreamingDiLoCo`.
+        schedule_for: makes the schedule for a number of fragments.
+        num_replicas: M; None where replicas come and go. The others are as in `StreamingDiLoCo`.
 
     Raises:
         UserError: if one is of a wrong type, or two contradict each other; the message says what to pass.
@@ -269,11 +280,16 @@ def settings_of(
         raise UserError(f"buffers={buffers!r} is neither own nor average", "buffers")
     with setting("combine", combine):
         reduction_of(combine, of_payloads)
+    schedule, merge = schedule_for(len(partition)), _merge_rule(mixing)
+    if isinstance(outer, str) and outer == AUTO:
+        outer = _auto(num_steps, num_replicas, schedule.sync_every, merge)
+    elif num_steps is not None:
+        raise UserError(f"num_steps={num_steps} is for outer='auto' alone: leave it out", "num_steps")
     return Settings(
         fragments=partition,
-        schedule=schedule_for(len(partition)),
+        schedule=schedule,
         outer=_outer_rule(outer, model),
-        mixing=_merge_rule(mixing),
+        mixing=merge,
         wire=of_payloads,
         combine=combine,
         error_feedback=None if error_feedback is None else float(error_feedback),
@@ -326,6 +342,24 @@ def _outer_rule(outer: str | OuterRule | Optimizer | type[Optimizer] | None, mod
     if not isinstance(outer, OuterRule):
         raise _wrong("outer", outer, "a rule such as diloco.Nesterov(lr=0.4, momentum=0.9), or a torch optimizer")
     return outer
+
+
+def _auto(num_steps: int | None, num_replicas: int | None, sync_every: int, merge: MergeRule) -> Nesterov:
+    """Nesterov's rule for a run of so many inner steps.
+
+    Raises:
+        UserError: if its length or the number of replicas is not known.
+    """
+    if num_replicas is None:
+        raise UserError(NO_AUTO_IN_A_STORE.format("outer"), "outer")
+    if not isinstance(num_steps, int) or num_steps < 1:
+        raise UserError(
+            f"outer='auto' chooses by the length of the run: pass num_steps=, its inner steps, not {num_steps}",
+            *("outer", "num_steps"),
+        )
+    alpha = merge.alpha if isinstance(merge, Mixing) else 0.0
+    lr, momentum = chosen(num_steps // sync_every, num_replicas, sync_every, alpha)
+    return Nesterov(lr=lr, momentum=momentum)
 
 
 def _merge_rule(mixing: str | float | MergeRule) -> MergeRule:

@@ -59,7 +59,9 @@ class Reduction(ABC):
         return replace(self, wire=wire)
 
     @abstractmethod
-    def encode(self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0) -> tuple[Tensor, ...]:
+    def encode(
+        self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0, outer_N: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """The payloads of a replica's outer gradient: one for all, or one for each member.
 
         Args:
@@ -67,13 +69,21 @@ class Reduction(ABC):
             key: whose it is.
             cohort: the members that share the fragment.
             base: the digest of the outer parameters against which it was taken; 0 where it is not known.
+            outer_N: these outer parameters, flat FP32 (N), for a codec that needs them.
 
         Raises:
             NonFiniteError: if the outer gradient is not finite.
         """
 
     def encode_with_feedback(
-        self, delta_N: Tensor, error_N: Tensor, beta: float, key: Key, cohort: Cohort
+        self,
+        delta_N: Tensor,
+        error_N: Tensor,
+        beta: float,
+        key: Key,
+        cohort: Cohort,
+        *,
+        outer_N: Tensor | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """e ← β e + Δ; send C(e); e ← e − C(e): what a codec loses is sent with the next (arXiv 1901.09847).
 
@@ -85,6 +95,7 @@ class Reduction(ABC):
             beta: β.
             key: whose outer gradient it is.
             cohort: the members that share the fragment.
+            outer_N: as `encode` takes it.
 
         Returns:
             The payloads, and the new e; nothing is changed in place.
@@ -93,7 +104,7 @@ class Reduction(ABC):
             NonFiniteError: if β e + Δ is not finite.
         """
         error_N = beta * error_N + delta_N
-        payloads = self.encode(error_N, key, cohort)
+        payloads = self.encode(error_N, key, cohort, outer_N=outer_N)
         return payloads, error_N.sub_(self.decode(payloads, error_N.numel(), key))
 
     @abstractmethod
@@ -270,10 +281,16 @@ def cut(vector_N: Tensor, num_shares: int) -> tuple[Tensor, ...]:
     return vector_N.split(size)
 
 
-def encode_shares(wire: Codec, delta_N: Tensor, num_shares: int, key: Key, *, base: int = 0) -> tuple[Tensor, ...]:
+def encode_shares(
+    wire: Codec, delta_N: Tensor, num_shares: int, key: Key, *, base: int = 0, outer_N: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """One payload per share."""
-    shares = enumerate(cut(delta_N, num_shares))
-    return tuple(wire.encode(share_S, key._replace(part=part), base=base) for part, share_S in shares)
+    shares = cut(delta_N, num_shares)
+    outer = [None] * num_shares if outer_N is None else cut(outer_N, num_shares)
+    return tuple(
+        wire.encode(share_S, key._replace(part=part), base=base, outer_N=outer_S)
+        for part, (share_S, outer_S) in enumerate(zip(shares, outer, strict=True))
+    )
 
 
 def join_shares(
@@ -326,9 +343,11 @@ class Gather(Reduction):
         """The name."""
         return "gather"
 
-    def encode(self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0) -> tuple[Tensor, ...]:
+    def encode(
+        self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0, outer_N: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """One payload."""
-        return (self.wire.encode(delta_N, key, base=base),)
+        return (self.wire.encode(delta_N, key, base=base, outer_N=outer_N),)
 
     def decode(self, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Tensor:
         """The payload's vector."""
@@ -362,11 +381,17 @@ class ReduceScatter(Reduction):
     num_phases = 2
 
     def __post_init__(self) -> None:
-        """Refuse a codec that rescales, as DARE does, for the averages, which it would rescale again."""
+        """Refuse, for the averages, a codec that would rescale them again, as DARE, or that needs Θ."""
         if self.second.gain(VERY_LONG) != 1:
             raise UserError(
                 f"combine=reduce_scatter with {self.second.name} would rescale the averages, too: "
                 "name another codec for them, such as reduce_scatter:feddropout",
+                "combine",
+            )
+        if self.second.needs_outer:
+            raise UserError(
+                f"combine=reduce_scatter with {self.second.name} would lose for ever what an average does not "
+                "change in the model: name another codec for the averages, such as reduce_scatter:fp32",
                 "combine",
             )
 
@@ -375,9 +400,11 @@ class ReduceScatter(Reduction):
         """The name with the second codec, which may be the first."""
         return f"reduce_scatter:{self.second.spec}"
 
-    def encode(self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0) -> tuple[Tensor, ...]:
+    def encode(
+        self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0, outer_N: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """One payload per share."""
-        return encode_shares(self.wire, delta_N, len(cohort.members), key, base=base)
+        return encode_shares(self.wire, delta_N, len(cohort.members), key, base=base, outer_N=outer_N)
 
     def decode(self, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Tensor:
         """The vectors of the shares, joined."""

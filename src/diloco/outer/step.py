@@ -2,9 +2,10 @@
 
 On a CPU native.c makes both in one pass for Nesterov and mixing; otherwise the two rules change Θ_p and θ_{m,p}.
 
-Shapes: N elements of one fragment.
+Shapes: N elements of one fragment, n of them.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -95,6 +96,34 @@ def _groups(parameters: Sequence[Tensor], most: int) -> Iterator[tuple[list[Tens
 
 
 @dataclass(frozen=True)
+class Samples:
+    """Elements at even distances of two vectors, FP32 (n), and N / n."""
+
+    last_n: Tensor
+    before_n: Tensor
+    scale: float
+
+
+def sampled(vector_N: Tensor, most: int = 1 << 14) -> Tensor:
+    """A view of about so many elements, or all; their distance is odd, to meet all columns of a matrix."""
+    return vector_N[:: vector_N.numel() // most | 1]
+
+
+def products_of(samples: Samples | None, device: torch.device) -> Tensor:
+    """⟨a, b⟩, ‖a‖² and ‖b‖² of two vectors, estimated from elements of them; zeros without any. FP32 (3)."""
+    if samples is None:
+        return torch.zeros(3, dtype=torch.float32, device=device)
+    a_n, b_n = samples.last_n, samples.before_n
+    return torch.stack([a_n @ b_n, a_n @ a_n, b_n @ b_n]) * samples.scale
+
+
+def cosine_of(products: Tensor) -> float | None:
+    """⟨a, b⟩ / (‖a‖ ‖b‖), from the three products, on the host; None if one of the vectors is zero."""
+    dot, *squares = products.tolist()
+    return dot / math.sqrt(squares[0]) / math.sqrt(squares[1]) if all(squares) else None
+
+
+@dataclass(frozen=True)
 class OuterStep:
     """One outer step of one fragment, as this replica took it; it holds the payloads as long as it is kept."""
 
@@ -114,6 +143,10 @@ class OuterStep:
     """The replicas that were in it, with their weights; None in a fixed group, where all are, with equal ones."""
     begin_work: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] = lambda work: begin_to_host(work())
     """Begins work on the GPU, beside training; the function that is returned waits for its result."""
+    samples: Samples | None = None
+    """Elements of Δ_p and of the Δ_p before; None where this process has none."""
+    gain_at: Callable[[float], float | None] | None = None
+    """The outer rule's gain, given ρ; None for a rule that has no such number."""
 
     @cached_property
     def average(self) -> Tensor:
@@ -134,11 +167,23 @@ class OuterStep:
         Args:
             layer_cosine: those of the blocks, too.
         """
-        _ = self._norm, self._cosine, layer_cosine and self.spans and self._block_cosines
+        _ = self._norm_and_products, self._cosine, layer_cosine and self.spans and self._block_cosines
 
     def norm(self) -> float:
         """‖Δ_p‖₂, over all shards; every process of a sharded replica must call it."""
-        return self._norm().item()
+        return self._norm_and_products()[0].sqrt().item()
+
+    def successive_cosine(self) -> float | None:
+        """ρ, the cosine of Δ_p and the Δ_p of the outer step before; None if this engine has not taken that one.
+
+        Over all shards, as the norm is; of up to 16,384 elements per shard, so that no Δ_p is kept.
+        """
+        return cosine_of(self._norm_and_products()[1:])
+
+    def gain(self) -> float | None:
+        """The part of the outer step along Δ_p, in Δ_p, at this ρ; None if one of the two is not known."""
+        rho = self.successive_cosine()
+        return None if rho is None or self.gain_at is None else self.gain_at(rho)
 
     def mean_cosine(self, block: str | None = None) -> float | None:
         """Mean cosine over pairs of replicas, of the whole fragment or of one block; None if there is no pair.
@@ -153,9 +198,13 @@ class OuterStep:
         return dict(zip(self.spans, cosines, strict=True))[block]
 
     @cached_property
-    def _norm(self) -> Callable[[], Tensor]:
-        # Not of `average`, which others may read on the stream of training.
-        return self.begin_work(lambda: self.sum_over_shards(self.make_average().square().sum()).sqrt())
+    def _norm_and_products(self) -> Callable[[], Tensor]:
+        def work() -> Tensor:
+            # Not of `average`, which others may read on the stream of training.
+            square = self.make_average().square().sum()
+            return self.sum_over_shards(torch.cat([square[None], products_of(self.samples, square.device)]))
+
+        return self.begin_work(work)
 
     @cached_property
     def _cosine(self) -> Callable[[], Tensor]:

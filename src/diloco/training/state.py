@@ -195,6 +195,8 @@ class TrainState:
     """The losses of all replicas, for logs; None for the baseline, and with a rendezvous."""
     step: int = 0
     """Inner steps taken."""
+    resumed_step: int = 0
+    """Inner steps taken before this process."""
     standing: Standing = field(init=False)
     """The standing of the whole run after the last step taken."""
     seconds: float = 0.0
@@ -235,6 +237,7 @@ class TrainState:
         if self.mean_loss is not None and facts.mean_loss is not None:
             self.mean_loss.restore(facts.mean_loss)
         self.took(facts.step)
+        self.resumed_step = facts.step
 
     def _tensors(self, sync: dict[str, Any]) -> dict[str, Any]:
         """All tensors by name: the model's, the optimizer's, and the synchronizer's."""

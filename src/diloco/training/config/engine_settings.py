@@ -13,6 +13,7 @@ from diloco.outer.rule import JSON
 from diloco.outer.rules import rules_of
 from diloco.schedule import Schedule
 from diloco.training.config.config import DilocoConfig, TrainConfig
+from diloco.training.config.resolve import with_method_values
 from diloco.wire import codec
 
 
@@ -49,7 +50,7 @@ def engine_settings(diloco: DilocoConfig, model: nn.Module, *, seed: int) -> Set
 
 def outer_rate(config: TrainConfig) -> JSON:
     """η, the learning rate of the outer rule."""
-    return rules_of(config.diloco)[0].facts()["lr"]
+    return rules_of(with_method_values(config).diloco)[0].facts()["lr"]
 
 
 def _fragments(diloco: DilocoConfig, model: nn.Module) -> Fragments:
