@@ -12,6 +12,7 @@ Shapes: R = points · seeds · M replicas, N parameters of one replica, B sequen
 
 import argparse
 import csv
+import itertools
 import json
 import math
 import socket
@@ -40,13 +41,13 @@ POINTS = (
 )
 """η and μ: gains η / (1 − μ) from 0.5 to 4, several with each momentum."""
 CHARACTERS = "\n abcdefghijklmnopqrstuvwxyz0123456789.,;:!?'\"-()&*"
-"""What a token may be: a character in lower case, or another one."""
+"""The tokens, beside one for all other characters; letters are in lower case."""
 BATCH, SEQUENCE = 4, 64
 MODEL = DecoderConfig(num_layers=1, width=32, num_heads=2, vocab_size=len(CHARACTERS) + 1)
 EVALUATED = 128
 """Held-out sequences."""
 RANK, LORA_SCALE = 4, 2.0
-"""Of each adapter, and what B A is multiplied by."""
+"""The rank of each adapter B A, and its factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Cell:
     mode: str
     """full or lora."""
     num_outer_steps: int
-    """Of each fragment."""
+    """R, of each fragment."""
     sync_every: int
     """H."""
     num_replicas: int
@@ -133,7 +134,7 @@ class Model:
         return F.cross_entropy(logits.flatten(0, 1), batch_BxS[:, 1:].flatten())
 
 
-def train(cell: Cell, model: Model, train_bytes: Tensor, held_out: Tensor) -> list[dict[str, float]]:
+def train(cell: Cell, model: Model, train_tokens: Tensor, held_out: Tensor) -> list[dict[str, float]]:
     """The rows of a cell's runs."""
     num_points, num_seeds, M, H = len(cell.points), len(cell.seeds), cell.num_replicas, cell.sync_every
     T = last_step(cell)
@@ -147,7 +148,7 @@ def train(cell: Cell, model: Model, train_bytes: Tensor, held_out: Tensor) -> li
     optimizer = torch.optim.AdamW(
         [theta_RxN], lr=cell.learning_rate, betas=(0.9, 0.99), weight_decay=1 / T, fused=True
     )
-    batches = [draw_batches(train_bytes, seed, M) for seed in cell.seeds]
+    batches = [draw_batches(train_tokens, seed, M) for seed in cell.seeds]
     columns = [slice(sum(model.widths[:p]), sum(model.widths[: p + 1])) for p in range(len(model.widths))]
     sent: dict[tuple[int, int], Tensor] = {}
     previous: dict[int, Tensor] = {}
@@ -206,15 +207,15 @@ def rate(t: int, T: int) -> float:
     return 0.05 + 0.95 * (1 + math.cos(math.pi * (t - warm) / (T - warm))) / 2
 
 
-def draw_batches(train_bytes: Tensor, seed: int, M: int) -> Iterator[Tensor]:
+def draw_batches(train_tokens: Tensor, seed: int, M: int) -> Iterator[Tensor]:
     """Batches (M, B / M, S + 1) without end, each replica's from its own part of the text."""
     random = np.random.default_rng(seed)
-    part = len(train_bytes) // M
+    part = len(train_tokens) // M
     offsets = torch.arange(SEQUENCE + 1)
     while True:
         starts = torch.from_numpy(random.integers(0, part - SEQUENCE - 1, (M, BATCH // M)))
         starts += part * torch.arange(M)[:, None]
-        yield train_bytes[starts[..., None] + offsets].long()
+        yield train_tokens[starts[..., None] + offsets].long()
 
 
 @torch.no_grad()
@@ -239,23 +240,23 @@ def read(path: Path) -> Tensor:
     return torch.from_numpy(tokens[np.frombuffer(joined.encode("ascii", "replace"), dtype=np.uint8)])
 
 
-def pretrain(model: Model, train_bytes: Tensor, steps: int, learning_rate: float) -> dict[str, Tensor]:
+def pretrain(model: Model, train_tokens: Tensor, steps: int, learning_rate: float) -> dict[str, Tensor]:
     """A model of one text, from which adapters are trained on another."""
     theta = nn.Parameter(model.initial(0)[None])
     optimizer = torch.optim.AdamW([theta], lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-    batches = draw_batches(train_bytes, 99, 1)
+    batches = draw_batches(train_tokens, 99, 1)
     for t in range(1, steps + 1):
         batch = torch.cat([next(batches) for _ in range(4)], dim=1)
         inner_step(model, theta, optimizer, batch, rate(t, steps) * learning_rate)
     return {name: value.detach().clone() for name, value in model.parameters(theta[0]).items()}
 
 
-def check(cell: Cell, model: Model, train_bytes: Tensor, held_out: Tensor) -> None:
+def check(cell: Cell, model: Model, train_tokens: Tensor, held_out: Tensor) -> None:
     """Print the loss of one run with the engine on real processes beside that of `train`."""
-    (row,) = train(cell, model, train_bytes, held_out)
+    (row,) = train(cell, model, train_tokens, held_out)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    arguments = [(cell, m, port, train_bytes, held_out) for m in range(cell.num_replicas)]
+    arguments = [(cell, m, port, train_tokens, held_out) for m in range(cell.num_replicas)]
     with get_context("fork").Pool(cell.num_replicas) as pool:
         losses = pool.starmap(train_by_engine, arguments, chunksize=1)
     print(
@@ -263,7 +264,7 @@ def check(cell: Cell, model: Model, train_bytes: Tensor, held_out: Tensor) -> No
     )
 
 
-def train_by_engine(cell: Cell, m: int, port: int, train_bytes: Tensor, held_out: Tensor) -> tuple[float, float]:
+def train_by_engine(cell: Cell, m: int, port: int, train_tokens: Tensor, held_out: Tensor) -> tuple[float, float]:
     """The loss of the outer parameters, and the mean ρ, of one replica of a run."""
     torch.set_num_threads(1)
     M, H, ((eta, mu),), (seed,) = cell.num_replicas, cell.sync_every, cell.points, cell.seeds
@@ -281,7 +282,7 @@ def train_by_engine(cell: Cell, m: int, port: int, train_bytes: Tensor, held_out
     )
     T = last_step(cell)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1.0, betas=(0.9, 0.99), weight_decay=1 / T)
-    batches, rhos = draw_batches(train_bytes, seed, M), []
+    batches, rhos = draw_batches(train_tokens, seed, M), []
     for t in range(1, T + 1):
         batch = next(batches)[m]
         optimizer.zero_grad()
@@ -309,13 +310,13 @@ def main() -> None:
     parser.add_argument("--mode", choices=("full", "lora"), default="full")
     parser.add_argument("--base", type=Path, help="the model to fine-tune; pretrained on --pretrain if absent")
     parser.add_argument("--pretrain", type=Path)
-    parser.add_argument("--pretrain-steps", type=int, default=2_000)
+    parser.add_argument("--pretrain-steps", type=int, default=800)
     parser.add_argument("--outer-steps", type=int, nargs="+", default=[10, 17, 30, 100, 300])
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--sync-every", type=int, default=10)
     parser.add_argument("--mixing", type=float, default=0.5)
     parser.add_argument("--overlap-steps", type=int, default=1)
-    parser.add_argument("--learning-rate", type=float, nargs="+", default=[0.01])
+    parser.add_argument("--learning-rate", type=float, default=0.02)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--points", nargs="+", default=POINTS, help="η,μ … or auto")
     parser.add_argument(
@@ -324,47 +325,44 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = arguments.output / "outer_auto.csv"
-    train_bytes, held_out = read(arguments.train), held_out_sequences(arguments.held_out)
-    base = None
-    if arguments.mode == "lora":
-        if not arguments.base.exists():
-            torch.save(
-                pretrain(Model("full", None), read(arguments.pretrain), arguments.pretrain_steps, 0.01),
-                arguments.base,
-            )
-        base = torch.load(arguments.base)
-    model = Model(arguments.mode, base)
-    for num_outer_steps in arguments.outer_steps:
-        for M in arguments.replicas:
-            for peak in arguments.learning_rate:
-                auto = chosen(num_outer_steps, M, arguments.sync_every, arguments.mixing)
-                points = tuple(
-                    auto if point == "auto" else tuple(map(float, point.split(","))) for point in arguments.points
-                )
-                cell = Cell(
-                    mode=arguments.mode,
-                    num_outer_steps=num_outer_steps,
-                    sync_every=arguments.sync_every,
-                    mixing=arguments.mixing,
-                    overlap_steps=arguments.overlap_steps,
-                    num_replicas=M,
-                    learning_rate=peak,
-                    points=points,
-                    seeds=tuple(arguments.seeds),
-                )
-                if arguments.check:
-                    check(cell, model, train_bytes, held_out)
-                    continue
-                facts = {name: getattr(cell, name) for name in FIELDS if hasattr(cell, name)}
-                todo = missing(path, cell, facts)
-                if not todo:
-                    continue
-                begin = time.perf_counter()
-                rows = train(cell, model, train_bytes, held_out)
-                append(path, [facts | row for row in rows])
-                best = min(rows, key=lambda row: row["loss"])
-                seconds = time.perf_counter() - begin
-                print(f"{seconds:6.1f} s", facts, "before", f"best {best}", flush=True)
+    train_tokens, held_out = read(arguments.train), held_out_sequences(arguments.held_out)
+    model = Model(arguments.mode, None if arguments.mode == "full" else pretrained(arguments))
+    for cell in cells(arguments):
+        facts = {name: getattr(cell, name) for name in FIELDS if hasattr(cell, name)}
+        if arguments.check:
+            check(cell, model, train_tokens, held_out)
+        elif missing(path, cell, facts):
+            begin = time.perf_counter()
+            rows = train(cell, model, train_tokens, held_out)
+            append(path, [facts | row for row in rows])
+            best = min(rows, key=lambda row: row["loss"])
+            print(f"{time.perf_counter() - begin:6.1f} s {facts}: best {best}", flush=True)
+
+
+def cells(arguments: argparse.Namespace) -> Iterator[Cell]:
+    """The cells that the arguments name."""
+    for num_outer_steps, M in itertools.product(arguments.outer_steps, arguments.replicas):
+        auto = chosen(num_outer_steps, M, arguments.sync_every, arguments.mixing)
+        points = [point.split(",") for point in arguments.points]
+        yield Cell(
+            mode=arguments.mode,
+            num_outer_steps=num_outer_steps,
+            sync_every=arguments.sync_every,
+            mixing=arguments.mixing,
+            overlap_steps=arguments.overlap_steps,
+            num_replicas=M,
+            learning_rate=arguments.learning_rate,
+            points=tuple(auto if point == ["auto"] else (float(point[0]), float(point[1])) for point in points),
+            seeds=tuple(arguments.seeds),
+        )
+
+
+def pretrained(arguments: argparse.Namespace) -> dict[str, Tensor]:
+    """The model to fine-tune, which is pretrained if there is none."""
+    if not arguments.base.exists():
+        model, tokens = Model("full", None), read(arguments.pretrain)
+        torch.save(pretrain(model, tokens, arguments.pretrain_steps, 0.01), arguments.base)
+    return torch.load(arguments.base, weights_only=True)
 
 
 def missing(path: Path, cell: Cell, facts: Mapping[str, object]) -> bool:

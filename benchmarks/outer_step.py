@@ -90,16 +90,20 @@ def main() -> None:
         report(name, bytes_a_parameter, seconds, bytes_a_parameter * N / bytes_a_second)
     report("together", total_bytes, total_seconds, total_bytes * N / bytes_a_second)
     average = gather.average(received, total_N, Key(), cohort)
+
+    def step(one: OuterRule) -> None:
+        one.on_send(fragment, lambda: delta_N, sync, cohort)
+        take_outer_step(one, Mixing(0.5), fragment, parameters.shards(0), average, sync, cohort)
+
+    report_rules(step, vectors, copy_seconds)
+
+
+def report_rules(step: Callable[[OuterRule], None], vectors: dict[str, torch.Tensor], copy_seconds: float) -> None:
     print(f"\n{'rule':28} {'ms':>8} {'passes':>7}")
     for name in RULES:
-        one = outer_rule(name)
-        vectors |= {slot: torch.zeros(N) for slot in one.slots if slot not in vectors}
-
-        def step(one: OuterRule = one) -> None:
-            one.on_send(fragment, lambda: delta_N, sync, cohort)
-            take_outer_step(one, Mixing(0.5), fragment, parameters.shards(0), average, sync, cohort)
-
-        seconds = shortest_seconds(step)
+        rule = outer_rule(name)
+        vectors |= {slot: torch.zeros_like(vectors["outer"]) for slot in rule.slots if slot not in vectors}
+        seconds = shortest_seconds(lambda rule=rule: step(rule))
         print(f"{name:28} {seconds * 1e3:8.1f} {seconds / copy_seconds:7.1f}", flush=True)
 
 

@@ -51,7 +51,16 @@ EXCHANGE = r"pass diloco.ProcessGroupExchange\(group\), what diloco.connect\(add
         ({"wire": diloco.codec}, "wire=<function> is of the wrong type"),
         ({"wire": "e9m9"}, "wire=e9m9: 'e9m9' is not a codec: choose one of fp32"),
         ({"wire": "int4:block=3"}, "wire=int4:block=3: int4: block must be from 2 to 65536"),
+        (
+            {"wire": "pulse"},
+            r"wire=pulse:.* without error_feedback loses for ever what one .* set error_feedback=1",
+        ),
+        (
+            {"combine": "reduce_scatter", "wire": "pulse", "error_feedback": 1.0},
+            "combine=reduce_scatter with pulse would lose .*: name another .*, such as reduce_scatter:fp32",
+        ),
         ({"combine": "reduce_scatter:e9"}, "combine=reduce_scatter:e9: 'e9' is not a codec"),
+        ({"weights": "bytes"}, "weights='bytes' is none of equal, tokens, tokens_squared_per_step"),
         ({"combine": None}, 'combine=None is of the wrong type: pass "gather"'),
         ({"error_feedback": "on"}, "error_feedback='on' is of the wrong type: pass a number above 0"),
         ({"schedule": 30}, r"schedule=30 is of the wrong type: pass diloco.Schedule\(sync_every=…"),
@@ -309,6 +318,11 @@ def test_a_frameworks_job_is_no_replica_that_comes_and_goes(tmp_path):
     assert replica.exchange.state.members[0].left
 
 
+def test_weights_of_a_fixed_group_are_refused_where_replicas_come_and_go(tmp_path):
+    with pytest.raises(diloco.UserError, match=r"pass StoreRendezvous\(url, weights='tokens'\)"):
+        Case().engine(Case().model(), exchange=None, rendezvous=diloco.StoreRendezvous(tmp_path), weights="tokens")
+
+
 def test_facts_tell_every_setting_apart():
     """A replica with any other setting is noticed by the others."""
     settings = Case(H=10).engine(Case().model()).settings
@@ -321,6 +335,7 @@ def test_facts_tell_every_setting_apart():
         "error_feedback": 1.0,
         "seed": 1,
         "buffers": "average",
+        "weights": "tokens",
     }
     facts = settings.facts(2)
     assert (facts["outer rule"], facts["outer rule's lr"]) == ("Nesterov", 0.4)

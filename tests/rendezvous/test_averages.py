@@ -81,7 +81,7 @@ def test_the_largest_norms_that_an_entry_may_count_have_a_finite_average(second)
 
 
 @pytest.mark.parametrize(
-    "wire", ["fp32", "fp16", "e3m0", "int4:stochastic=true", "topk:density=0.1", "dare:density=0.5"]
+    "wire", ["fp32", "fp16", "e3m0", "int4:stochastic=true", "topk:density=0.1", "sparseloco", "dare:density=0.5"]
 )
 def test_a_sum_has_the_same_bits_whether_values_are_known_or_decoded(wire) -> None:
     form = Form(codec=codec(wire), sizes=(3000,), seed=SEED)

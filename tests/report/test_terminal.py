@@ -60,7 +60,7 @@ def test_a_start_warns_of_an_outer_rule_far_from_auto(asked):
         return [line for line in start_lines(resolved(prepare_run(config)), None) if line.startswith("outer ")]
 
     lr, momentum = chosen(6, 2, 10, 0.5)
-    expected = "outer with 6 outer steps, η = 0.4 and μ = 0.9 are expected to end 2% above diloco.outer=auto, "
+    expected = "outer with 6 outer steps, η = 0.4 and μ = 0.9 are expected to end 1.5% above diloco.outer=auto, "
     assert lines() == [f"{expected}which takes {lr:g} and {momentum:g}"]
     assert lines(outer="auto") == lines(outer="torch.AdamW:lr=0.1") == []
 

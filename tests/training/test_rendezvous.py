@@ -144,6 +144,8 @@ def test_a_run_ends_though_replicas_come_and_go(eventful):
         steps = [line["step"] for line in lines(eventful.runs / name, 0)]
         assert steps == list(range(1, len(steps) + 1)) and total["num_steps"] == steps[-1]
         assert total["eval_loss"] < 5
+    firsts = [line["step"] for line in lines(eventful.runs / "c", 0) if "new_tokens" not in line]
+    assert firsts == [1, 5], "the others' tokens while c had no process are not of its steps"
     assert set(contributors(state)) == {"a", "b", "c"}
     expected = parameters_hash(replayed(eventful.rendezvous, initial=initial_parameters).parameters())
     assert {(total["outer_hash"], total["entry"]) for total in totals.values()} == {(expected, state.number - 1)}

@@ -5,8 +5,9 @@ Shapes: N elements of one fragment that this process holds.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -44,6 +45,8 @@ class _FixedValues(_Values):
     drained_step: Count
     in_flight: list[tuple[Count, Count, Count]]
     """Fragment, round and step of each flight."""
+    weighed: list[tuple[Count, Annotated[float, msgspec.Meta(ge=0)]]]
+    """The tokens read up to the fragment's last send, and the amount that it was weighed by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +217,7 @@ def agree_or_refuse(transport: Transport, facts: Mapping[str, object], refusal: 
 
 def _accepted(replica: Replica, num_replicas: int, state: object) -> tuple[dict[str, Any], tuple[str, ...]]:
     values = _values(state, _FixedValues)
-    _check_lengths(values, ("last_sent",), len(values["fragments"]))
+    _check_lengths(values, ("last_sent", "weighed"), len(values["fragments"]))
     checked = {SENT_THETA: {}, **cast(Mapping[str, Any], state), **values}
     _check_settings(replica, num_replicas, checked)
     flying = [fragment for fragment, *_ in checked["in_flight"]]
@@ -298,9 +301,9 @@ def _completed(replica: Replica, state: dict[str, Any], own: Mapping[str, Tensor
         zero = torch.zeros((), dtype=torch.float32, device="cpu")
         lacking = theta if kind == OUTER else {n: zero.expand(t.shape) for n, t in theta.items()}
         state[kind] = {name: saved.get(name, lacking[name]) for name in own}
-    steps = zip(state["fragments"], state["last_sent"], strict=True)
-    by_name = {name: step for names, step in steps for name in names}
-    state["last_sent"] = [min(by_name.get(name, 0) for name in names) for names in _fragments_of(replica)]
+    for kind, none in (("last_sent", 0), ("weighed", (0, 0.0))):
+        by_name = {n: v for names, v in zip(state["fragments"], state[kind], strict=True) for n in names}
+        state[kind] = [min(by_name.get(name, none) for name in names) for names in _fragments_of(replica)]
     return state
 
 

@@ -43,7 +43,7 @@ class Flight:
     """Fragment, round, and the inner step after which it is sent."""
     key: Key
     cohort: Cohort
-    """The members whose outer gradients are averaged."""
+    """The members whose outer gradients are averaged; with weights once the payloads of all have come."""
     num_elements: int
     """N."""
     reduction: Reduction
@@ -60,6 +60,8 @@ class Flight:
     """The send, which begins once it is sealed; its result waits for the payloads of all members."""
     started: float = 0.0
     """The time of its start, by `time.perf_counter`."""
+    amount: float | None = None
+    """The amount that this replica's weight is in proportion to, sent behind the payload; None with equal ones."""
     is_received: bool = False
     """True once the payloads of all members have come."""
 
@@ -237,11 +239,9 @@ class Replica:
         """
         p, beta, lane = sync.fragment, self.settings.error_feedback, self.lane
         lane.join()  # it has ended with the working memory
+        self._keep_sent(p)
         outer_N = self.state.use(OUTER, p)
         delta_N = self.parameters.outer_gradient(p, outer_N, self.scratch(p))
-        if self.settings.mixing.needs_sent:
-            self.state.use(SENT_THETA, p).copy_(self.parameters.flat(p))
-            self.state.keep(SENT_THETA, p)
         self.record.sample(delta_N, outer_N, key)
         check_merges = self.parameters.watch.take(sync.step)
         if base is None and not lane.is_apart:
@@ -287,6 +287,12 @@ class Replica:
             )
 
         return lane.queue(work)
+
+    def _keep_sent(self, p: int) -> None:
+        """Keep θ_p for a merge rule that needs it as it was sent."""
+        if self.settings.mixing.needs_sent:
+            self.state.use(SENT_THETA, p).copy_(self.parameters.flat(p))
+            self.state.keep(SENT_THETA, p)
 
     @contextmanager
     def naming_non_finite(self, sync: Sync) -> Iterator[None]:
@@ -369,7 +375,12 @@ class Replica:
 
         deltas = partial(reduction.each, received, size, key, device)
         step = self.described(
-            flight.sync, make_average, deltas, self.samples.get(key.fragment), blocked_seconds=blocked_seconds
+            flight.sync,
+            make_average,
+            deltas,
+            self.samples.get(key.fragment),
+            blocked_seconds=blocked_seconds,
+            cohort=None if flight.amount is None else cohort,
         )
         # The payloads have come: nothing waits for training.
         return replace(

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from diloco.exchange.transport import Transport
 from diloco.fragments import Fragment, check_partition, sequential, strided, whole
 from diloco.outer.auto import AUTO, NO_AUTO_IN_A_STORE, chosen
 from diloco.outer.averages import Reduction, reduction_of
+from diloco.outer.cohort import Weights
 from diloco.outer.merge import MergeRule, Mixing, Translation
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import RULE, OuterRule
@@ -58,6 +59,8 @@ class Settings:
     """The seed of codecs that draw random numbers."""
     buffers: Literal["own", "average"]
     """The values that the buffers have after `finish()`: each replica's own, or the mean."""
+    weights: Weights | Literal["equal"] = "equal"
+    """The replicas' weights in a fixed group; where they come and go, the run's rules name them."""
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -138,6 +141,12 @@ class Settings:
                 "what is in flight; take mix or translate",
                 "mixing",
             )
+        if self.weights != "equal":
+            raise UserError(
+                f"weights={self.weights} is for a fixed group, and where replicas come and go the run has its "
+                f"own: pass StoreRendezvous(url, weights={self.weights!r})",
+                "weights",
+            )
         if not self.outer.shared:
             raise UserError(
                 f"outer={type(self.outer).__name__} keeps other outer parameters on each replica, and where "
@@ -152,7 +161,8 @@ class Settings:
     def facts(self, num_replicas: int) -> dict[str, object]:
         """The settings that all replicas must share, in the order in which a difference explains the most."""
         schedule = self.schedule.facts(num_replicas)
-        return {"num_replicas": num_replicas, **schedule, **self._facts(), "buffers": self.buffers}
+        own = {"weights": self.weights, "buffers": self.buffers}
+        return {"num_replicas": num_replicas, **schedule, **self._facts(), **own}
 
     def _facts(self) -> dict[str, object]:
         return {
@@ -175,6 +185,7 @@ class Settings:
             "combine": self.reduction.spec,
             "num_replicas": num_replicas,
             "error_feedback": self.error_feedback,
+            "weights": self.weights,
             "seed": self.seed,
             "schedule": ", ".join(f"{name}={value}" for name, value in schedule.items()),
             "replica": replica,
@@ -200,6 +211,7 @@ class Settings:
             "in_flight",
             "fragments",
             "last_sent",
+            "weighed",
             "drained_step",
             *self.facts_of_state(0, 1),
             *COUNTERS,
@@ -258,6 +270,7 @@ def settings_of(
     error_feedback: float | None,
     seed: int,
     buffers: Literal["own", "average"],
+    weights: Weights | Literal["equal"],
     num_steps: int | None = None,
     num_replicas: int | None = None,
 ) -> Settings:
@@ -278,6 +291,8 @@ def settings_of(
     check_type("error_feedback", error_feedback, Real | None, "a number above 0 and at most 1, or None")
     if buffers not in ("own", "average"):
         raise UserError(f"buffers={buffers!r} is neither own nor average", "buffers")
+    if weights not in (names := ("equal", *get_args(Weights))):
+        raise UserError(f"weights={weights!r} is none of {', '.join(names)}", "weights")
     with setting("combine", combine):
         reduction_of(combine, of_payloads)
     schedule, merge = schedule_for(len(partition)), _merge_rule(mixing)
@@ -295,6 +310,7 @@ def settings_of(
         error_feedback=None if error_feedback is None else float(error_feedback),
         seed=seed,
         buffers=buffers,
+        weights=weights,
     )
 
 

@@ -34,6 +34,7 @@ from diloco.exchange.private_torch import changes_of
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Abortable, Transport, fail_together
 from diloco.fragments import Fragment
+from diloco.outer.cohort import Weights
 from diloco.outer.digest import parameters_hash
 from diloco.outer.merge import MergeRule
 from diloco.outer.rule import OuterRule
@@ -202,6 +203,8 @@ class StreamingDiLoCo:
             parameter name, or an adapter of diloco.integrations: they are θ, and the parameters follow them.
         buffers: `average`: `finish()` gives the floating-point buffers that training has changed, such as the
             statistics of BatchNorm, the mean of all replicas; `own`: they stay each replica's own.
+        weights: of the replicas of a fixed group in Δ_p: `equal`, or in proportion to the `tokens` that each has
+            read since it sent the fragment last, or to `tokens_squared_per_step`; a rendezvous has its own.
         num_steps: T, the inner steps of the whole run, by which `outer="auto"` chooses; for nothing else.
 
     Raises:
@@ -243,6 +246,7 @@ class StreamingDiLoCo:
         offload: bool = False,
         masters: Masters | Mapping[str, Tensor] | None = None,
         buffers: Literal["own", "average"] = "own",
+        weights: Weights | Literal["equal"] = "equal",
         num_steps: int | None = None,
     ) -> None:
         check_exchange(exchange, rendezvous)
@@ -263,6 +267,7 @@ class StreamingDiLoCo:
                 error_feedback=error_feedback,
                 seed=seed,
                 buffers=buffers,
+                weights=weights,
                 num_steps=num_steps,
                 num_replicas=None if exchange is None else exchange.num_replicas,
             )
@@ -291,7 +296,7 @@ class StreamingDiLoCo:
 
         Args:
             tokens: how many this replica, all of its processes together, has read in the step, added to `tokens`:
-                the weight of what it has learnt, which a rendezvous needs.
+                the weight of what it has learnt, which a rendezvous needs, and `weights` other than equal.
             loss: the replica's training loss in the step; where replicas come and go the log tells it to people.
                 A tensor is read when something is sent, and may lie on a GPU.
 
@@ -700,8 +705,8 @@ def begin_logs(engine: StreamingDiLoCo) -> Callable[[], dict[str, float]]:
             computed["codec_error"] = math.sqrt(error / delta) if delta else 0.0
         if (rho := cosine_of(values[3:])) is not None:
             computed["successive_cosine"] = rho
-            if (gain := getattr(replica.settings.outer, "gain", None)) is not None:
-                computed["gain"] = gain(rho)
+            if (gain := replica.settings.outer.gain(rho)) is not None:
+                computed["gain"] = gain
         return counted | computed
 
     return read

@@ -21,10 +21,11 @@ def chosen(num_outer_steps: int, num_replicas: int, sync_every: int, mixing: flo
     Where a replica drifts by F between two outer steps, Θ moves by g Δ in sum, g = η / (1 − μ). A merge passes on
     1 − α of what Θ moved beyond F, so that α (g − 1) Δ is missing from the next outer gradient: if they go on as
     they are, Δ = F − α (g − 1) Δ, and Θ moves by G F with G = g / (1 + α (g − 1)). Momentum averages over n outer
-    steps, which must be few beside R. The sweeps have the best G and n at the same place for α = 0 and ½.
+    steps, which must be few beside R. In the sweeps the best G and n are the same for α = 0 and ½; the constants
+    are fitted to R = 10 … 300, H = 5 … 100 and M = 1, 2, 4, where the rule ends 0.3 % above the best or less.
 
     >>> chosen(17, 2, 30, 0.0), chosen(17, 2, 30, 0.5)
-    ((0.587, 0.469), (0.665, 0.469))
+    ((0.618, 0.442), (0.692, 0.442))
     """
     gain, memory = _best(num_outer_steps, num_replicas, sync_every)
     before_merges = _MOST_GAIN
@@ -39,13 +40,10 @@ def expected_excess(
     """The part by which the loss is expected to lie above that of `chosen`: 0.025 ln²(G/G′) + 0.002 ln²(n/n′).
 
     G and n are those of η and μ, n′ that of `chosen`, and G′ that of `chosen` times (n/n′)^0.2: the longer the
-    memory, the larger the best gain.
+    memory, the larger the best gain. Where it was above 0.01 in the sweeps, the loss was 0.3 … 6.9 % above.
 
-    >>> (
-    ...     round(expected_excess(0.4, 0.9, 17, 2, 30, 0.0), 3),
-    ...     expected_excess(*chosen(9, 2, 30, 0.5), 9, 2, 30, 0.5) < 1e-4,
-    ... )
-    (0.069, True)
+    >>> round(expected_excess(0.4, 0.9, 17, 2, 30, 0.0), 3), round(expected_excess(0.4, 0.9, 300, 2, 30, 0.5), 3)
+    (0.028, 0.001)
     """
     best_gain, best_memory = _best(num_outer_steps, num_replicas, sync_every)
     memory = 1 / (1 - momentum)

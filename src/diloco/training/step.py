@@ -173,7 +173,8 @@ def begin_inner_step(state: TrainState, batch: np.ndarray, world: World, rate: f
     """
     for group in state.optimizer.param_groups:
         group["lr"] = rate
-    loss_and_norm = gradients(state, batch, world)
+    with state.optimizer.at_gradient_points():
+        loss_and_norm = gradients(state, batch, world)
     state.optimizer.step(found_inf=(~loss_and_norm.isfinite().all()).float())
     state.optimizer.zero_grad()
     return loss_and_norm

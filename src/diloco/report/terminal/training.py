@@ -286,7 +286,7 @@ def _outer_line(config: TrainConfig) -> Iterator[str]:
         lr, momentum = chosen(*facts)
         yield (
             f"outer with {facts[0]} outer steps, η = {rule.lr:g} and μ = {rule.momentum:g} are expected to end "
-            f"{excess:.0%} above diloco.outer=auto, which takes {lr:g} and {momentum:g}"
+            f"{excess:.1%} above diloco.outer=auto, which takes {lr:g} and {momentum:g}"
         )
 
 
@@ -311,8 +311,9 @@ def forecast_lines(config: TrainConfig, forecast: "Forecast") -> Iterator[str]:
     replicas = f"{config.num_replicas} replicas" if config.rendezvous is None else "as many replicas as join"
     yield f"model  {forecast.num_params:,} parameters{trained}, {replicas}"
     yield (
-        f"memory at least {least} a process: {state} of parameters, gradients, Adam and outer state, {logits} of "
-        f"logits in a pass of {config.micro_batch} × {config.sequence_length} tokens; activations come on top"
+        f"memory at least {least} a process: {state} of parameters, gradients, optimizer and outer state, "
+        f"{logits} of logits in a pass of {config.micro_batch} × {config.sequence_length} tokens; "
+        "activations come on top"
     )
     yield f"steps  {config.num_steps:,} of {config.tokens_per_step:,} tokens: {config.num_tokens:,} tokens"
     if config.rendezvous is not None:

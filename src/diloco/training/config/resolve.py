@@ -19,7 +19,7 @@ from diloco.outer.auto import AUTO, NO_AUTO_IN_A_STORE, chosen
 from diloco.presets import METHODS, own_settings
 from diloco.schema import Count, flat, read_bytes
 from diloco.training.config.config import (
-    AdamWConfig,
+    OptimizerConfig,
     TrainConfig,
     differences_from_defaults,
     fields_with,
@@ -315,7 +315,7 @@ def _steps_left(config: TrainConfig) -> int:
     return config.num_steps - start_step
 
 
-def _with_warmup(optimizer: AdamWConfig, num_steps: int) -> AdamWConfig:
+def _with_warmup(optimizer: OptimizerConfig, num_steps: int) -> OptimizerConfig:
     """The optimizer's settings with the warm-up that a phase of so many steps has where none is given."""
     if optimizer.warmup_steps is None:
         optimizer = replace(optimizer, warmup_steps=min(1000, num_steps // 10))

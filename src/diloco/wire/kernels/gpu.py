@@ -204,8 +204,8 @@ class GpuSparse:
         if num_elements:
             sizes = {"BLOCK": block, "KEPT": kept, "SIZE": 1 << (block - 1).bit_length()}
             with _on(device):
-                start = self._code.block_pack[-(-num_elements // block),]
-                start(delta_N, place_k, kept_k, bad, num_elements, **sizes, **_OPTIONS)
+                start: Any = self._code.block_pack
+                start[-(-num_elements // block),](delta_N, place_k, kept_k, bad, num_elements, **sizes, **_OPTIONS)
         return place_k, kept_k, bad == 0
 
     def gated(self, delta_N: Tensor, outer_N: Tensor, *, is_bf16: bool) -> Tensor:
