@@ -41,14 +41,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--wire", default="e3m0")
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="of the parameters")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads((arguments := parser.parse_args()).threads)
     N, M, wire = arguments.parameters, arguments.replicas, codec(arguments.wire)
     outer_N, velocity_N, delta_N, total_N = (
         empty(N, torch.float32, torch.device("cpu")).normal_(std=1e-3) for _ in range(4)
     )
-    model = torch.nn.Module()
-    model.theta = torch.nn.Parameter(delta_N.to(DTYPES[arguments.dtype], copy=True))
+    model = torch.nn.ParameterDict({"theta": delta_N.to(DTYPES[arguments.dtype], copy=True)})
     parameters = FragmentParameters(model, diloco.whole(model))
     theta_bytes = model.theta.itemsize
     parameters.outer_gradient(0, outer_N, delta_N)
