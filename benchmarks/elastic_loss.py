@@ -22,6 +22,7 @@ from virtual_time.run import NUM_REPLICAS, Row, Run, Setting, set_up_process
 from diloco.data.shards import open_split
 from diloco.models.decoder_config import DecoderConfig
 from diloco.training.config.config import TrainConfig
+from diloco.training.config.engine_settings import outer_rate
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolved
 from diloco.training.prepare import prepare_run
@@ -76,7 +77,7 @@ def main() -> None:
             diloco = replace(
                 base.diloco,
                 sync_every=round(base.diloco.sync_every * setting.sync_periods),
-                outer_learning_rate=base.diloco.outer_learning_rate * setting.outer_scale,
+                outer_learning_rate=outer_rate(base) * setting.outer_scale,
             )
             run = Run(replace(base, seed=seed, diloco=diloco), setting, corpus)
             run.train()

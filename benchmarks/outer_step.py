@@ -6,6 +6,8 @@ Each stage of a sync is timed by itself: the outer gradient, the digest of Θ, e
 payloads, the outer step with the merge. Θ is FP32, θ of the given dtype. Bytes are those that a stage must read
 and write for each parameter; the floor is their time at the speed of a copy in the same run (bytes read and
 written, both counted).
+
+Below: each rule's outer step and merge, with what it does at the send, in passes, which are times of a copy.
 """
 
 import argparse
@@ -22,7 +24,8 @@ from diloco.outer.cohort import Cohort
 from diloco.outer.digest import outer_digest
 from diloco.outer.merge import Mixing
 from diloco.outer.nesterov import Nesterov
-from diloco.outer.rule import FragmentState
+from diloco.outer.rule import FragmentState, OuterRule, Span
+from diloco.outer.rules import RULES, outer_rule
 from diloco.outer.step import take_outer_step
 from diloco.schedule import Sync
 from diloco.wire import Key, codec
@@ -53,7 +56,8 @@ def main() -> None:
     payload_bytes = wire.payload_bytes(N) / N
     gather, rule, cohort = Gather(wire), Nesterov(), Cohort.equal(M)
     vectors = {"outer": outer_N, "velocity": velocity_N}
-    fragment, sync = FragmentState(vectors.__getitem__), Sync(fragment=0, round=1, step=1)
+    fragment = FragmentState(vectors.__getitem__, {"theta": Span((-(-N // 1024), 1024), 0)})
+    sync = Sync(fragment=0, round=1, step=1)
 
     # Bytes a parameter: read + written.
     stages: dict[str, tuple[float, Callable[[], object]]] = {
@@ -85,6 +89,18 @@ def main() -> None:
         total_bytes, total_seconds = total_bytes + bytes_a_parameter, total_seconds + seconds
         report(name, bytes_a_parameter, seconds, bytes_a_parameter * N / bytes_a_second)
     report("together", total_bytes, total_seconds, total_bytes * N / bytes_a_second)
+    average = gather.average(received, total_N, Key(), cohort)
+    print(f"\n{'rule':28} {'ms':>8} {'passes':>7}")
+    for name in RULES:
+        one = outer_rule(name)
+        vectors |= {slot: torch.zeros(N) for slot in one.slots if slot not in vectors}
+
+        def step(one: OuterRule = one) -> None:
+            one.on_send(fragment, lambda: delta_N, sync, cohort)
+            take_outer_step(one, Mixing(0.5), fragment, parameters.shards(0), average, sync, cohort)
+
+        seconds = shortest_seconds(step)
+        print(f"{name:28} {seconds * 1e3:8.1f} {seconds / copy_seconds:7.1f}", flush=True)
 
 
 def report(name: str, bytes_a_parameter: float, seconds: float, floor_seconds: float) -> None:

@@ -1,17 +1,15 @@
 """An outer rule of one's own: Adam on the averaged outer gradients (FedAdam, arXiv 2003.00295), one replica."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 import diloco
-from diloco.extend import JSON, Average, Cohort, FragmentState, Sync
+from diloco.extend import Average, Cohort, FragmentState, OuterRule, Sync
 
 
 @dataclass(frozen=True, kw_only=True)
-class OuterAdam:
+class OuterAdam(OuterRule):
     """m ← β₁ m + (1 − β₁) Δ; s ← β₂ s + (1 − β₂) Δ²; Θ ← Θ − η m / (√s + ε)."""
 
     lr: float = 0.01
@@ -20,13 +18,6 @@ class OuterAdam:
     epsilon: float = 1e-3
 
     slots = ("first_moment", "second_moment")  # FP32 vectors that the engine keeps, saves and loads
-    shared = True  # Θ has the same bits on every replica
-
-    def facts(self) -> Mapping[str, JSON]:
-        return {"outer Adam": [self.lr, self.beta1, self.beta2, self.epsilon]}
-
-    def on_send(self, fragment: FragmentState, own: Callable[[], Tensor], sync: Sync) -> None:
-        pass
 
     def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
         delta_N = average.divided()

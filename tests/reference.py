@@ -50,16 +50,18 @@ def run(
     M: int,
     eta: float,
     mu: float,
-    codec: Callable[[np.ndarray], np.ndarray],
+    codec: Callable[[np.ndarray, np.ndarray], np.ndarray],
     offsets: Sequence[int] | None = None,
     first_sync: FirstSync = "full_period",
     beta: float | None = None,
     second: Callable[[np.ndarray], np.ndarray] | None = None,
+    amount: Callable[[int, range], float] = lambda m, steps: 1.0,
 ) -> History:
     """Train M replicas for T steps, then receive and apply what is in flight.
 
-    inner_step(θ_m, m, t) returns the new θ_m; codec(Δ) is decode(encode(Δ)); β is that of error feedback; with a
-    second codec, the averages of shares are sent in it (reduce_scatter).
+    inner_step(θ_m, m, t) returns the new θ_m; codec(Δ, Θ) is decode(encode(Δ)); β is that of error feedback; with
+    a second codec, the averages of shares are sent in it (reduce_scatter). A replica's weight is in proportion
+    to amount(m, steps) of the steps since the fragment's last send.
     """
     assert len(theta0) == P and len(taus) == M and all(0 <= tau < H for tau in taus)
     assert all(theta_p.dtype == f32 for theta_p in theta0)
@@ -75,16 +77,16 @@ def run(
             replica.theta = inner_step(replica.theta, m, t)
         for p in range(P):
             if t in sent_at[p]:
-                sent = []
+                sent, since = [], range(max([0, *(s for s in sent_at[p] if s < t)]) + 1, t + 1)
                 for r, error in zip(replicas, errors, strict=True):
                     delta = r.Theta[p] - r.theta[p]
                     if beta is not None:
                         delta = delta + f32(beta) * error[p]
-                    sent.append(_in_shares(codec, delta, M) if second else codec(delta))
+                    sent.append(_in_shares(codec, M, delta, r.Theta[p]) if second else codec(delta, r.Theta[p]))
                     error[p] = delta - sent[-1]
-                payloads[t, p] = _average(sent)
+                payloads[t, p] = _average(sent, [amount(m, since) for m in range(M)])
                 if second:
-                    payloads[t, p] = _in_shares(second, payloads[t, p], M)
+                    payloads[t, p] = _in_shares(second, M, payloads[t, p])
         for m, replica in enumerate(replicas):
             for sent, p in sorted(payloads):
                 if sent == t - taus[m]:
@@ -98,19 +100,21 @@ def run(
     return History(steps, replicas)
 
 
-def _in_shares(codec: Callable[[np.ndarray], np.ndarray], vector: np.ndarray, M: int) -> np.ndarray:
+def _in_shares(codec: Callable[..., np.ndarray], M: int, *vectors: np.ndarray) -> np.ndarray:
     """Each of M shares of equal length through a codec of its own; zeros fill up the last."""
-    length = max(1, -(-len(vector) // M))
-    padded = np.concatenate([vector, np.zeros(M * length - len(vector), f32)])
-    return np.concatenate([codec(share) for share in np.split(padded, M)])[: len(vector)]
+    num = len(vectors[0])
+    zeros = np.zeros(M * max(1, -(-num // M)) - num, f32)
+    shares = [np.split(np.concatenate([vector, zeros]), M) for vector in vectors]
+    return np.concatenate([codec(*parts) for parts in zip(*shares, strict=True)])[:num]
 
 
-def _average(deltas: list[np.ndarray]) -> np.ndarray:
-    """(Σ_m Δ_m)/M, added up in replica order."""
-    total = deltas[0]
-    for other in deltas[1:]:
+def _average(deltas: list[np.ndarray], amounts: list[float]) -> np.ndarray:
+    """Σ_m w_m Δ_m / Σ_m w_m, added up in replica order; the largest weight is 1."""
+    weights = [amount / max(amounts) for amount in amounts]
+    total, *others = (f32(w) * delta for w, delta in zip(weights, deltas, strict=True))
+    for other in others:
         total = total + other
-    return total / f32(len(deltas))
+    return total / f32(sum(weights))
 
 
 def _receive(replica: Replica, p: int, delta: np.ndarray, alpha: float, eta: float, mu: float) -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SNIPPETS = ROOT / "docs" / "snippets"
 MOST_FILES = {
     "new_codec": 2,
-    "new_outer_rule": 1,
+    "new_outer_rule": 2,
     "new_merge_rule": 1,
     "new_transport": 2,
     "new_family": 2,

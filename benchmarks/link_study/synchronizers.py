@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.files import require
 from diloco.outer.digest import parameters_hash
+from diloco.outer.rules import rules_of
 from diloco.training.config.config import DilocoConfig
 from diloco.training.state import TrainState
 from diloco.training.world import World
@@ -116,7 +117,7 @@ class Torchft(Alone):
             init_sync=False,
             max_retries=0,
         )
-        lr, momentum = settings.outer_learning_rate, settings.outer_momentum
+        lr, momentum = map(rules_of(settings)[0].facts().__getitem__, ("lr", "momentum"))
         self.diloco = local_sgd.DiLoCo(
             self.manager,
             self.parts,

@@ -6,22 +6,19 @@ import torch
 from torch import Tensor
 
 import diloco
+from diloco.extend import MergeRule, Past
 
 model = torch.nn.Linear(8, 1)
 
 
 # --8<-- [start:rule]
 @dataclass(frozen=True)
-class Clipped:
+class Clipped(MergeRule):
     """θ ← Θ + clamp(θ − Θ, ±limit)."""
 
     limit: float
-    needs_previous = False  # it does not read the Θ from before the outer step
 
-    def facts(self) -> dict[str, float]:
-        return {"merge limit": self.limit}  # the replicas compare it
-
-    def merge(self, theta_N: Tensor, outer_N: Tensor, previous_N: Tensor | None) -> Tensor:
+    def merge(self, theta_N: Tensor, outer_N: Tensor, past: Past) -> Tensor:
         return outer_N + (theta_N - outer_N).clamp(-self.limit, self.limit)
 
 

@@ -12,9 +12,11 @@ from diloco.outer.averages import Average as Average
 from diloco.outer.cohort import Cohort as Cohort
 from diloco.outer.merge import FlatFP32 as FlatFP32
 from diloco.outer.merge import MergeRule as MergeRule
+from diloco.outer.merge import Past as Past
 from diloco.outer.rule import JSON as JSON
 from diloco.outer.rule import FragmentState as FragmentState
 from diloco.outer.rule import OuterRule as OuterRule
+from diloco.outer.rule import Span as Span
 from diloco.schedule import Sync as Sync
 from diloco.wire.payload import Codec as Codec
 from diloco.wire.payload import Key as Key

@@ -1,6 +1,7 @@
 """The methods of the papers by name, and their settings, each declared once; no torch."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self, get_args
 
@@ -21,12 +22,17 @@ class DilocoSettings(Timing):
     """Pattern by which blocks form fragments; None is the method's own."""
     layers_per_fragment: int = field(default=3, metadata={"planned": True})
     """Blocks in a strided or sequential fragment."""
-    outer_learning_rate: float = field(default=0.4, metadata={"column": True})
-    """η of the outer SGD with Nesterov momentum."""
-    outer_momentum: float = 0.9
-    """μ of the outer SGD with Nesterov momentum."""
+    outer: str = "nesterov"
+    """Outer rule with its settings, such as nesterov, rda:lr=1,momentum=0 or torch.AdamW:lr=0.1; auto is nesterov,
+    whose settings follow from the number of outer steps, M, H and α."""
+    outer_learning_rate: float | None = field(default=None, metadata={"column": True})
+    """η, the outer rule's lr; None is the rule's own."""
+    outer_momentum: float | None = None
+    """μ, the outer rule's momentum; None is the rule's own."""
+    merge: str = "mix"
+    """Merge rule: mix, overwrite, translate or taylor."""
     mixing: float | None = None
-    """α: how much of its own parameters a replica keeps at a merge; None is the method's own."""
+    """α of mix: how much of its own parameters a replica keeps at a merge; None is the method's own."""
     wire: str | None = field(default=None, metadata={"planned": True})
     """Codec of the outer gradients, such as e3m0, int8 or topk:density=0.05; None is the method's own."""
     combine: str = field(default="gather", metadata={"planned": True})
@@ -39,16 +45,53 @@ class DilocoSettings(Timing):
 
     def __post_init__(self) -> None:
         """Refuse outer and merge rules with which nothing is trained together; the engine checks the rest."""
-        if not 0 < self.outer_learning_rate < math.inf:
-            raise _out_of_range("outer_learning_rate", "above 0 and finite", self.outer_learning_rate)
-        if not 0 <= self.outer_momentum < 1:
-            raise _out_of_range("outer_momentum", "at least 0 and below 1", self.outer_momentum)
+        rate, momentum = self.outer_learning_rate, self.outer_momentum
+        if rate is not None and not 0 < rate < math.inf:
+            raise _out_of_range("outer_learning_rate", "above 0 and finite", rate)
+        if momentum is not None and not 0 <= momentum < 1:
+            raise _out_of_range("outer_momentum", "at least 0 and below 1", momentum)
         if self.mixing is not None and not 0 <= self.mixing < 1:
             raise _out_of_range("mixing", "at least 0 and below 1", self.mixing)
+        _ = self.outer_rule, self.merge_rule
+
+    @property
+    def outer_rule(self) -> str:
+        """The spelling of the outer rule, η and μ included where they are settings of their own.
+
+        Raises:
+            UserError: if one is given twice, with both values.
+
+        >>> DilocoSettings(sync_every=30, outer_momentum=0.8).outer_rule
+        'nesterov:momentum=0.8'
+        """
+        return self._spelling("outer", {"outer_learning_rate": "lr", "outer_momentum": "momentum"})
+
+    @property
+    def merge_rule(self) -> str:
+        """The spelling of the merge rule, α included where it is a setting of its own."""
+        return self._spelling("merge", {"mixing": "alpha"})
+
+    def _spelling(self, field: str, settings: Mapping[str, str]) -> str:
+        """The spelling in a field, with the values of other fields as its options."""
+        spelling: str = getattr(self, field)
+        name, _, options = spelling.partition(":")
+        named = {option.partition("=")[0] for option in options.split(",")}
+        values = {setting: getattr(self, setting) for setting in settings}
+        for setting, value in values.items():
+            if value is not None and settings[setting] in named:
+                raise UserError(
+                    f"diloco.{field}={spelling} and diloco.{setting}={value} both give {settings[setting]}: leave "
+                    "one out",
+                    *(f"diloco.{setting}", f"diloco.{field}"),
+                )
+        added = [f"{settings[setting]}={value}" for setting, value in values.items() if value is not None]
+        return f"{name}:{','.join(filter(None, [options, *added]))}".removesuffix(":")
 
     def of_method(self, method: "Method") -> Self:
         """The same with the method's own values in the fields that were left out."""
         own = own_settings(method)
+        if self.merge != "mix":
+            own.pop("mixing", None)
         return replace(self, **{name: value for name, value in own.items() if getattr(self, name) is None})
 
 

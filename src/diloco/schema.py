@@ -5,10 +5,10 @@ checks in `__post_init__` how its fields depend on each other.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
 import msgspec
 
@@ -110,6 +110,54 @@ def checked_name(name: str) -> str:
             "letter or a digit",
             "name",
         ) from None
+
+
+def spelled(kind: type[_T], spec: str, *, words: str = "NAME") -> _T:
+    """An instance of a dataclass from a spelling with options, such as `e3m0:block=64`, which are its fields.
+
+    Args:
+        kind: has fields that are numbers, truth values, words (any, or of a choice), or tuples of words, which +
+            joins.
+        spec: the spelling; the name before the colon says which class it is.
+        words: the kind of words that fields take, for errors.
+
+    Raises:
+        UserError: for an option that the class does not have, naming those that it has, and for a wrong value.
+
+    >>> from dataclasses import make_dataclass
+    >>> spelled(make_dataclass("Blocks", [("block", int)]), "e3m0:block=64")
+    Blocks(block=64)
+    """
+    name, _, options = spec.partition(":")
+    readers = {field.name: _reader(field.type) for field in fields(cast(Any, kind))}
+    chosen: dict[str, Any] = {}
+    for option in filter(None, options.split(",")):
+        key, _, text = option.partition("=")
+        if key not in readers or key in chosen:
+            expected = ", ".join(f"{known}={wanted or words}" for known, (wanted, _) in readers.items()) or "none"
+            raise UserError(f"{option!r} is not an option of {name}, or given twice (it has: {expected})")
+        wanted, read = readers[key]
+        try:
+            chosen[key] = read(text)
+        except (KeyError, ValueError):
+            raise UserError(f"{spec!r}: {key} must be {wanted or words}, not {text!r}") from None
+    return kind(**chosen)
+
+
+def _reader(kind: Any) -> tuple[str, Callable[[str], Any]]:
+    """The words for a field's values, and the function that reads one."""
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind)), {choice: choice for choice in get_args(kind)}.__getitem__
+    return _READERS[kind]
+
+
+_READERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    int: ("INTEGER", int),
+    float: ("NUMBER", float),
+    str: ("", str),
+    bool: ("true|false", {"true": True, "false": False}.__getitem__),
+    tuple[str, ...]: ("NAME+NAME", lambda text: tuple(filter(None, text.split("+")))),
+}
 
 
 def flat(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:

@@ -19,7 +19,7 @@ from diloco.data.config import DataConfig
 from diloco.experiments.papers import EXPERIMENTS, experiment
 from diloco.experiments.papers.tiers import TIERS, with_vocabulary
 from diloco.experiments.runner.grid import run_name
-from diloco.training.config.config import AdamWConfig, TrainConfig
+from diloco.training.config.config import OptimizerConfig, TrainConfig
 from diloco.training.config.forecast import device_bytes
 from diloco.training.config.recipes import recipe
 
@@ -88,7 +88,7 @@ class Printed:
             num_tokens=number["num-tokens"] or base.num_tokens,
             global_batch=number["global-batch"] or base.global_batch,
             sequence_length=number["sequence-length"] or base.sequence_length,
-            optimizer=AdamWConfig(learning_rate=rate),
+            optimizer=OptimizerConfig(learning_rate=rate),
         )
 
 

@@ -79,7 +79,7 @@ train tiny --epochs two                            => --epochs takes a number, n
 train tiny --resume a --config b.toml              => --resume goes on with the run's own settings: leave
 train tiny --config b.toml                         => b.toml can't be read
 train TEXT --config out.toml                       => --name='../out' must be 1 to 64 letters
-data prepare --output new --cache old              => --prepared and --cache mean nothing here
+data prepare --output new --cache old              => --prepared, --cache and --max-train-tokens mean nothing here
 bench wire --values 0                              => --values=0 must be at least 1
 bench wire --wires fp8                             => --wires=fp8: 'fp8' is not a codec
 bench wire --gradient nowhere.safetensors          => nowhere.safetensors can't be read: No such file
@@ -239,7 +239,8 @@ train tiny --method fsdp              => type --shards-per-replica 2 to shard ea
 simulate bandwidth SIZE --method fedavg => 'streaming_overlapped_fp4', not 'fedavg' (
 train tiny --diloco.wire fp4          => 'fp4' is not a codec: did you mean e3m0?
 train tiny --wandb                    => type --trackers wandb
-train tiny --optimizer adamw          => the inner optimizer is AdamW, set by --optimizer.learning-rate and
+train tiny --optimizer adam           => 'schedule_free', not 'adam': did you mean adamw?
+train tiny --optim muon               => unknown flag --optim: did you mean --optimizer.name?
 train tiny --num-workers 4            => leave it out; replicas are set by --num-replicas
 train tiny --nnodes 2                 => torchrun takes these flags: torchrun … -m diloco train …; or each machine
 watch runs --host 0.0.0.0               => unknown flag --host: did you mean --address?

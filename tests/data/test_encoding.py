@@ -121,12 +121,29 @@ def test_a_process_that_is_killed_is_said(config, tmp_path, monkeypatch):
     assert error.value.fields == ("data.workers",)
 
 
+@pytest.mark.timeout(60)
+def test_a_process_that_is_stopped_is_waited_for_within_bounds(config, tmp_path, monkeypatch):
+    started, pids = subprocess.Popen, []
+
+    def stopped(*arguments, **options):
+        process = started(*arguments, **options)
+        os.kill(process.pid, signal.SIGSTOP)
+        pids.append(process.pid)
+        return process
+
+    monkeypatch.setattr(encoding.subprocess, "Popen", stopped)
+    monkeypatch.setattr(encoding, "SECONDS_OF_A_PIECE", 0.5)
+    with pytest.raises(UserError, match=rf"tokenizes a part of {config.train[0]}, gave no answer within") as error:
+        prepare(replace(config, workers=1), tmp_path / "out")
+    assert str(error.value).startswith(f"process {pids[0]}, ")
+
+
 def test_a_message_that_is_cut_short_ends_either_side_as_a_closed_pipe_does(config, tmp_path, monkeypatch):
     ours, theirs = Pipe()
     with ours, theirs, socket.socket(fileno=os.dup(theirs.fileno())) as end:
         end.send(b"\0\0\0\x64the first of 100 bytes")
         end.shutdown(socket.SHUT_WR)
-        monkeypatch.setattr(encoding.Encoders, "_connection", lambda _: ours)
+        monkeypatch.setattr(encoding.Encoders, "_connection", lambda _: (ours, 0))
         with pytest.raises(UserError, match="was killed"):
             prepare(replace(config, workers=1), tmp_path / "out")
     ours, theirs = Pipe()

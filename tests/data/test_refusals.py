@@ -168,6 +168,7 @@ CONFIGS = [
     ({"held_out_fraction": 0.0}, "data.held_out_fraction=0.0 must lie between"),
     ({"held_out_fraction": 1.0}, "data.held_out_fraction=1.0 must lie between"),
     ({"max_train_bytes": 0}, "data.max_train_bytes=0 must be at least 1"),
+    ({"max_train_tokens": 0}, "data.max_train_tokens=0 must be at least 1"),
     ({"max_document_bytes": 2**31}, "data.max_document_bytes=2147483648 must be .* below 2"),
     (
         {"weights": (1.0, 2.0), "train": ("a.txt",)},

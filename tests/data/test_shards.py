@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -46,6 +48,19 @@ def test_windows_straddle_shards_and_overlap_by_one(lengths, length):
         window = shards.window(i, length)
         assert window.dtype == np.int64
         assert window.tolist() == list(range(i * length, (i + 1) * length + 1))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 90))
+def test_the_first_tokens_are_those_of_the_whole(lengths, most):
+    checked = []
+    shards = tokens_of(*lengths)
+    checks = tuple(lambda number=number: checked.append(number) for number in range(len(lengths)))
+    first = dataclasses.replace(shards, checks=checks).first(most)
+    num_tokens = min(most, sum(lengths))
+    assert (first.num_tokens, shards.first(None)) == (num_tokens, shards)
+    if num_tokens > 1:
+        assert first.window(0, num_tokens - 1).tolist() == list(range(num_tokens))
+        assert checked == list(range(len(first.shards))), "each shard that is read, once"
 
 
 @pytest.fixture

@@ -47,6 +47,7 @@ class Case:
     parameters: str = "fp32"
     """The dtype of the model's parameters, by the name of its codec."""
     layers_per_fragment: int = 1
+    weights: str = "equal"
     seed: int = 0
 
     def schedule(self) -> diloco.Schedule:
@@ -77,6 +78,7 @@ class Case:
             "combine": self.combine,
             "error_feedback": self.beta,
             "offload": self.offload,
+            "weights": self.weights,
             "exchange": exchange(),
         }
         return diloco.StreamingDiLoCo(model, **(arguments | changes))
@@ -106,17 +108,33 @@ class Case:
             first_sync=self.first_sync,
             beta=self.beta,
             second=self.second(),
+            amount=lambda m, steps: AMOUNTS[self.weights](sum(tokens(m, t) for t in steps), len(steps)),
         )
 
-    def second(self) -> Callable[[np.ndarray], np.ndarray] | None:
+    def second(self) -> Callable[..., np.ndarray] | None:
         """The codec of averages; None in gather."""
         way, _, second = self.combine.partition(":")
         return None if way == "gather" else through(second or self.wire)
 
 
-def through(wire: str) -> Callable[[np.ndarray], np.ndarray]:
-    """decode(encode(Δ))."""
-    return lambda delta: wire_reference.decode(wire, wire_reference.encode(wire, delta), len(delta))
+AMOUNTS: dict[str, Callable[[int, int], float]] = {
+    "equal": lambda tokens, steps: 1.0,
+    "tokens": lambda tokens, steps: tokens,
+    "tokens_squared_per_step": lambda tokens, steps: tokens**2 / steps,
+}
+"""The amount that a replica's weight is in proportion to."""
+
+
+def tokens(m: int, t: int) -> int:
+    """The tokens that a replica reads in a step."""
+    return 1_000_003 * (1 + (7 * m + 3 * t) % 11)
+
+
+def through(wire: str) -> Callable[..., np.ndarray]:
+    """decode(encode(Δ)), given Δ, and Θ for a codec that needs it."""
+    return lambda delta, outer=None: wire_reference.decode(
+        wire, wire_reference.encode(wire, delta, outer=outer), len(delta)
+    )
 
 
 def exchange(timeout_seconds: float = 20.0) -> diloco.ProcessGroupExchange | diloco.LoopbackExchange:
@@ -158,7 +176,7 @@ def train(
     """θ and Θ after each step that is still to be taken, then after the drain."""
     for t in range(engine.num_steps + 1, T + 1):
         inner_step(model, engine.exchange.replica, t)
-        engine.step()
+        engine.step(tokens=tokens(engine.exchange.replica, t))
         after_step(t)
         yield Snapshot(theta_of(model), outer_of(engine))
     engine.finish()

@@ -22,8 +22,12 @@ RESUMED = [
     Case(P=4, H=5, tau=4, wire="bf16", parameters="bf16"),
     Case(P=3, tau=0, first_sync="early"),
     Case(P=4, H=6, tau=(0, 5), wire="e3m0"),
-    Case(P=3, H=5, tau=(4, 1), alpha=0.0),
-    Case(P=3, H=5, tau=(1, 4), wire="e3m0", combine="reduce_scatter:bf16", beta=0.9, offload=True),
+    Case(P=3, H=5, tau=(4, 1), alpha=0.0, weights="tokens_squared_per_step"),
+    Case(
+        P=3, H=5, tau=(1, 4), wire="e3m0", combine="reduce_scatter:bf16", beta=0.9, offload=True, weights="tokens"
+    ),
+    Case(P=3, H=5, tau=(1, 4), wire="sparseloco:block=64,k=8", beta=0.95, eta=1.0, mu=0.0),
+    Case(P=3, H=5, tau=3, wire="pulse:density=0.2", beta=1.0, offload=True),
 ]
 
 

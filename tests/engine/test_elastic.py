@@ -62,7 +62,7 @@ class Notes(diloco.Nesterov):
     def slots(self) -> tuple[str, ...]:
         return (*super().slots, "note")
 
-    def on_send(self, fragment, own, sync) -> None:
+    def on_send(self, fragment, own, sync, cohort) -> None:
         fragment.use("note").copy_(own())
 
     def on_average(self, fragment, average, sync, cohort) -> None:

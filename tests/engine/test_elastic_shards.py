@@ -24,7 +24,13 @@ import diloco
 from diloco.engine.parameters import gathered, local, own_place
 
 P, H, T = 3, 4, 14
-CASES = [("fp32", None, "gather"), ("e3m0", 0.5, "gather"), ("e3m0", 0.5, "reduce_scatter:bf16")]
+CASES = [
+    ("fp32", None, "gather"),
+    ("e3m0", 0.5, "gather"),
+    ("e3m0", 0.5, "reduce_scatter:bf16"),
+    ("sparseloco:block=64,k=8", 0.95, "gather"),
+    ("pulse:density=0.3", 1.0, "reduce_scatter:bf16"),
+]
 CODEC = {"wire": "e3m0", "error_feedback": 0.5}
 
 
@@ -98,7 +104,7 @@ def train_fixed_members(folder: str, shards: int) -> list[tuple]:
         described, logs = [], {}
         for _ in range(T):
             outer_steps = replica.step(tokens=24 if name == "a" else 8)
-            described += [(o.sync, o.norm(), o.mean_cosine()) for o in outer_steps]
+            described += [(o.sync, o.norm(), o.mean_cosine(), o.successive_cosine()) for o in outer_steps]
             logs = replica.engine.logs()
         replica.engine.finish()
         counts = (

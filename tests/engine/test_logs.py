@@ -112,7 +112,7 @@ def test_a_replica_alone_has_no_peers_and_no_rate():
         distance = engine.logs()["distance_to_outer"]
         assert distance == pytest.approx(np.linalg.norm(theta - outer), rel=1e-5)
         assert np.array_equal(theta_of(model), theta) and np.array_equal(outer_of(engine), outer)
-    assert set(engine.logs()) == COUNTERS | {"distance_to_outer", "codec_error"}
+    assert set(engine.logs()) == COUNTERS | {"distance_to_outer", "codec_error", "successive_cosine", "gain"}
     assert engine.logs()["codec_error"] == 0, "fp32 loses nothing"
 
 

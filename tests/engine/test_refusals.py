@@ -30,7 +30,19 @@ EXCHANGE = r"pass diloco.ProcessGroupExchange\(group\), what diloco.connect\(add
         ({"outer": 0.7}, rf"outer=0.7 is of the wrong type: {RULE}"),
         ({"outer": diloco.Nesterov}, RULE),
         ({"outer": torch.optim.LBFGS}, r"outer=LBFGS can't take a step on a flat vector with its gradient alone"),
-        ({"mixing": "half"}, r"mixing='half' is of the wrong type: pass a number of at least 0 and below 1"),
+        ({"outer": "nesterof:lr=1"}, "'nesterof:lr=1' is not an outer rule, .*: did you mean nesterov"),
+        ({"outer": "nesterov:rate=1"}, r"'rate=1' is not an option of nesterov, .*\(it has: lr=NUMBER, momentum="),
+        ({"outer": "nesterov:lr=fast"}, "'nesterov:lr=fast': lr must be NUMBER, not 'fast'"),
+        ({"outer": "nesterov:lr=0"}, "^outer=nesterov:lr=0: lr=0.0: the outer learning rate must be above 0"),
+        ({"outer": "auto"}, "outer='auto' chooses by the length of the run: pass num_steps=, .* not None"),
+        ({"outer": "auto", "num_steps": 0}, "pass num_steps=, its inner steps, not 0"),
+        ({"num_steps": 100}, "num_steps=100 is for outer='auto' alone: leave it out"),
+        ({"outer": "torch.LBFGS"}, "outer=LBFGS can't take a step on a flat vector"),
+        ({"outer": "torch.optim"}, "outer=torch.optim: 'torch.optim': torch.optim has no optim: take torch.AdamW"),
+        ({"outer": "torch.AdamW:rate=1"}, "outer=torch.AdamW:rate=1: 'rate' is not a setting of torch.AdamW"),
+        ({"mixing": "half"}, "mixing=half: 'half' is not a merge rule, which are overwrite, mix, translate"),
+        ({"mixing": "mix:alpha=2"}, "mixing must lie between 0 and 1, not 2.0"),
+        ({"mixing": [1]}, r"mixing=\[1\] is of the wrong type: pass a number of at least 0 and below 1"),
         ({"mixing": 1.0}, "mixing=1 keeps all of a replica's own parameters"),
         ({"mixing": None}, "mixing=None is of the wrong type"),
         ({"mixing": torch.zeros(2)}, "mixing=.* is of the wrong type"),
@@ -39,7 +51,16 @@ EXCHANGE = r"pass diloco.ProcessGroupExchange\(group\), what diloco.connect\(add
         ({"wire": diloco.codec}, "wire=<function> is of the wrong type"),
         ({"wire": "e9m9"}, "wire=e9m9: 'e9m9' is not a codec: choose one of fp32"),
         ({"wire": "int4:block=3"}, "wire=int4:block=3: int4: block must be from 2 to 65536"),
+        (
+            {"wire": "pulse"},
+            r"wire=pulse:.* without error_feedback loses for ever what one .* set error_feedback=1",
+        ),
+        (
+            {"combine": "reduce_scatter", "wire": "pulse", "error_feedback": 1.0},
+            "combine=reduce_scatter with pulse would lose .*: name another .*, such as reduce_scatter:fp32",
+        ),
         ({"combine": "reduce_scatter:e9"}, "combine=reduce_scatter:e9: 'e9' is not a codec"),
+        ({"weights": "bytes"}, "weights='bytes' is none of equal, tokens, tokens_squared_per_step"),
         ({"combine": None}, 'combine=None is of the wrong type: pass "gather"'),
         ({"error_feedback": "on"}, "error_feedback='on' is of the wrong type: pass a number above 0"),
         ({"schedule": 30}, r"schedule=30 is of the wrong type: pass diloco.Schedule\(sync_every=…"),
@@ -297,6 +318,11 @@ def test_a_frameworks_job_is_no_replica_that_comes_and_goes(tmp_path):
     assert replica.exchange.state.members[0].left
 
 
+def test_weights_of_a_fixed_group_are_refused_where_replicas_come_and_go(tmp_path):
+    with pytest.raises(diloco.UserError, match=r"pass StoreRendezvous\(url, weights='tokens'\)"):
+        Case().engine(Case().model(), exchange=None, rendezvous=diloco.StoreRendezvous(tmp_path), weights="tokens")
+
+
 def test_facts_tell_every_setting_apart():
     """A replica with any other setting is noticed by the others."""
     settings = Case(H=10).engine(Case().model()).settings
@@ -309,10 +335,11 @@ def test_facts_tell_every_setting_apart():
         "error_feedback": 1.0,
         "seed": 1,
         "buffers": "average",
+        "weights": "tokens",
     }
     facts = settings.facts(2)
-    assert (facts["outer rule"], facts["outer rule's learning rate"]) == ("Nesterov", 0.4)
-    assert (facts["merge rule"], facts["merge rule's mixing"]) == ("Mixing", 0.5)
+    assert (facts["outer rule"], facts["outer rule's lr"]) == ("Nesterov", 0.4)
+    assert (facts["merge rule"], facts["merge rule's alpha"]) == ("Mixing", 0.5)
     for name, value in other.items():
         changed = replace(settings, **{name: value}).facts(2)
         assert changed.keys() == facts.keys() and changed != facts, name

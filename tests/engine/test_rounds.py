@@ -239,7 +239,7 @@ def test_a_failed_step_leaves_all_parameters_as_they_were_and_ends_the_engine(ot
     assert raised.startswith(f"step 4: fragment 1, round 1: {message}")
 
 
-def damaged_payloads(combine: str, replica: int, byte: int, num_steps: int) -> str:
+def damaged_payloads(combine: str, weights: str, replica: int, byte: int, num_steps: int) -> str:
     """Replica `replica` sends payloads with a byte changed; the first error."""
     model = torch.nn.Linear(300, 1)
     torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
@@ -259,35 +259,68 @@ def damaged_payloads(combine: str, replica: int, byte: int, num_steps: int) -> s
         fragments=diloco.whole(model),
         schedule=diloco.Schedule(sync_every=1, num_fragments=1),
         combine=combine,
+        weights=weights,
         exchange=exchange,
     )
     before = [p.clone() for p in model.parameters()]
     try:
         for _ in range(num_steps):
-            engine.step()
+            engine.step(tokens=8)
     except (PayloadError, diloco.ExchangeError) as error:
         assert all(map(torch.equal, before, model.parameters()))
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
-REFUSED = "PayloadError: step 1: fragment 0, round 1: replica 1: a payload of"
+REFUSED = "PayloadError: step 1: fragment 0, round 1: replica 1:"
 
 
 @pytest.mark.parametrize(
-    ("combine", "byte", "refusal"),
+    ("combine", "weights", "byte", "refusal"),
     [
-        ("gather", 0, "301 elements in e3m0"),
-        ("reduce_scatter", 5, "151 elements in e3m0"),
-        ("gather", -7, ".* does not match its checksum"),
-        ("reduce_scatter", -7, ".* does not match its checksum"),
+        ("gather", "equal", 0, "a payload of 301 elements in e3m0"),
+        ("reduce_scatter", "equal", 5, "a payload of 151 elements in e3m0"),
+        ("gather", "equal", -7, ".* does not match its checksum"),
+        ("reduce_scatter", "tokens", -17, ".* does not match its checksum"),
+        ("gather", "tokens", -11, "the weight behind its payload was damaged"),
     ],
 )
-def test_one_changed_byte_is_refused_with_fragment_and_round_and_the_others_are_told(combine, byte, refusal):
+def test_one_changed_byte_is_refused_with_fragment_and_round_and_the_others_are_told(
+    combine, weights, byte, refusal
+):
     """Before anything is merged, and where a share is averaged."""
-    first, second = run_replicas(damaged_payloads, 2, combine, 1, byte, 2)
+    first, second = run_replicas(damaged_payloads, 2, combine, weights, 1, byte, 2)
     assert re.match(f"{REFUSED} {refusal}", first), first
     assert second.startswith("ExchangeError: step") and first.removeprefix("PayloadError: ") in second
+
+
+def read_tokens_in_the_first_interval_alone() -> tuple[Cohort | None, str]:
+    """The cohort of the first outer step, and the error after H inner steps without a token."""
+    case = Case(P=1, H=2, tau=0, weights="tokens_squared_per_step")
+    model = case.model()
+    engine = case.engine(model)
+    for t in range(1, 3):
+        inner_step(model, dist.get_rank(), t)
+        outer_steps = engine.step(tokens=10 * t * (1 + dist.get_rank()))
+    engine.step()
+    with pytest.raises(diloco.UserError) as caught:
+        engine.step()
+    return outer_steps[0].cohort, str(caught.value)
+
+
+def test_an_outer_step_tells_the_weights_and_an_interval_without_tokens_is_refused():
+    refusal = "step 4: the last 2 inner steps read no token, and weights=tokens_squared_per_step weighs by them: "
+    refusal += "pass engine.step(tokens=…), or engine.attach(optimizer, tokens=…)"
+    expected = Cohort((0, 1), (0.25, 1.0)), refusal
+    assert run_replicas(read_tokens_in_the_first_interval_alone, 2) == [expected] * 2
+
+
+def test_tokens_read_before_a_reset_weigh_nothing_after_it():
+    engine = (case := Case(P=1, H=2, tau=0, weights="tokens")).engine(case.model())
+    engine.step(tokens=5)
+    engine.reset_outer()
+    (outer_step,) = engine.step(tokens=7)
+    assert outer_step.cohort == Cohort.equal(1) and engine.state_dict()["weighed"] == [[12, 7.0]]
 
 
 def flip_a_bit_of_the_outer_parameters(case: Case, replica: int, after: int) -> tuple[int, str, bool]:

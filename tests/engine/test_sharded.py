@@ -102,13 +102,15 @@ def train(
     error_feedback: float | None = None,
     offload: bool = False,
     num_steps: int = NUM_STEPS,
+    outer: str = "nesterov",
 ) -> tuple | None:
     """The replica's losses, the held-out loss of Θ, its hash, and what an outer step tells; None if beyond."""
     mesh = processes(S)
     if mesh.get_coordinate() is None:
         return None
     model = MODELS[kind](mesh)
-    engine = engine_of(model, mesh, wire=wire, combine=combine, error_feedback=error_feedback, offload=offload)
+    ways = {"wire": wire, "combine": combine, "error_feedback": error_feedback, "offload": offload}
+    engine = engine_of(model, mesh, outer=outer, **ways)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses, outer_steps = [], []
     for step in range(1, num_steps + 1):
@@ -119,7 +121,7 @@ def train(
         outer_steps += engine.step()
         losses.append(mean)
     outer_steps += engine.finish()
-    messages = [(o.norm(), o.mean_cosine()) for o in outer_steps]
+    messages = [(o.norm(), o.mean_cosine(), o.successive_cosine()) for o in outer_steps]
     with torch.no_grad():
         for name, outer in engine.outer_parameters().items():
             local(model.get_parameter(name)).copy_(local(outer))
@@ -152,6 +154,8 @@ def in_other_ways():
         "reduce_scatter": (2, "decoder", "e3m0", "reduce_scatter:bf16", None, False, 12),
         "feedback": (2, "decoder", "topk:density=0.2", "gather", 1.0, False, 12),
         "offload": (2, "decoder", "e3m0", "gather", None, True),
+        "whole with rda": (1, "decoder", "fp32", "gather", None, False, NUM_STEPS, "rda"),
+        "shards with rda": (3, "decoder", "fp32", "gather", None, False, NUM_STEPS, "rda"),
     }
     return results_of({"whole": (1, "decoder", "fp32"), "shards": (3, "decoder", "fp32")} | rest)
 
@@ -161,14 +165,25 @@ def assert_trained_alike(sharded: list[tuple], whole: list[tuple]) -> None:
         expected = whole[rank // (len(sharded) // M)]
         assert losses == pytest.approx(expected[0], abs=1e-5)
         assert held_out == pytest.approx(expected[1], abs=1e-5)
-        assert messages == [(pytest.approx(n, rel=1e-3), pytest.approx(c, abs=1e-3)) for n, c in expected[3]]
+        assert messages == [
+            (pytest.approx(norm, rel=1e-3), pytest.approx(cosine, abs=1e-3), rho and pytest.approx(rho, abs=2e-3))
+            for norm, cosine, rho in expected[3]
+        ]
+        assert messages[-1][-1] is not None, "it is the second of its fragment, or a later one"
     assert losses[-1] < losses[0] - 0.3
     assert len({outer_hash for _, _, outer_hash, _, _ in sharded}) == 1
 
 
 @pytest.mark.slow
-def test_shards_train_as_a_whole_replica_does(in_other_ways):
-    assert_trained_alike(in_other_ways["shards"], in_other_ways["whole"])
+@pytest.mark.parametrize("rule", ["", " with rda"])
+def test_shards_train_as_a_whole_replica_does(rule, in_other_ways):
+    assert_trained_alike(in_other_ways[f"shards{rule}"], in_other_ways[f"whole{rule}"])
+
+
+@pytest.mark.slow
+def test_a_length_of_a_parameter_is_that_of_all_its_shards(in_other_ways):
+    held_out = [in_other_ways[name][0][1] for name in ("whole", "whole with rda")]
+    assert abs(held_out[0] - held_out[1]) > 1e-3, "the rules differ"
 
 
 def test_blocks_that_begin_anew_in_each_shard_train_as_well(in_e3m0):

@@ -40,14 +40,22 @@ def some_cases(M: int, num: int) -> list[Case]:
                 offsets=one_of(None, None, steps_below_period(P)),
                 first_sync=one_of("full_period", "early"),
                 parameters=one_of("fp32", "fp32", "bf16"),
+                weights=one_of("equal", "equal", "tokens", "tokens_squared_per_step"),
             )
         )
     return cases
 
 
+PAPERS = [
+    Case(P=3, H=5, T=23, tau=2, wire="sparseloco:block=64,k=8", beta=0.95, eta=1.0, mu=0.0),
+    Case(P=3, H=5, T=23, tau=2, wire="pulse:density=0.2", beta=1.0, eta=0.7),
+    Case(P=2, H=4, T=18, tau=3, wire="pulse:density=0.4,values=bf16", combine="reduce_scatter:fp32", beta=1.0),
+]
+
+
 @pytest.mark.parametrize(("M", "num_cases"), [(1, 60), (2, 60), (3, 30)])
 def test_every_step_is_the_references_bit_for_bit(M, num_cases):
-    cases = some_cases(M, num_cases)
+    cases = [*some_cases(M, num_cases), *PAPERS]
     results = [run_cases(cases)] if M == 1 else run_replicas(run_cases, M, cases)
     for i, case in enumerate(cases):
         history = case.reference(M)
@@ -60,6 +68,14 @@ def test_every_step_is_the_references_bit_for_bit(M, num_cases):
                 theta = through(case.parameters)(np.concatenate(state.theta))
                 assert actual.theta.tobytes() == theta.tobytes(), f"θ of {where}"
                 assert actual.Theta.tobytes() == np.concatenate(state.Theta).tobytes(), f"Θ of {where}"
+
+
+def test_pulse_with_room_for_every_change_in_fp32_is_dense():
+    form = {"P": 3, "H": 5, "T": 23, "tau": 2}
+    cases = [Case(wire="pulse:density=1,mask=fp32", beta=1.0, **form), Case(wire="fp32", **form)]
+    for (pulse, _), (dense, _) in run_replicas(run_cases, 2, cases):
+        for one, other in zip(pulse, dense, strict=True):
+            assert np.array_equal(one.theta, other.theta) and np.array_equal(one.Theta, other.Theta)
 
 
 def test_the_cases_hold_several_fragments_in_flight_at_once_and_at_the_end():
@@ -322,8 +338,8 @@ DIFFERENCES = {
     "offsets: replica 0 has [0, 2], replica 1 has [0, 1]": Case(offsets=(0, 1)),
     'first_sync: replica 0 has "full_period", replica 1 has "early"': Case(first_sync="early"),
     'wire: replica 0 has "fp32", replica 1 has "e3m0:block=256,stochastic=false"': Case(wire="e3m0"),
-    "merge rule's mixing: replica 0 has 0.5, replica 1 has 0.25": Case(alpha=0.25),
-    "outer rule's learning rate: replica 0 has 0.4, replica 1 has 0.7": Case(eta=0.7),
+    "merge rule's alpha: replica 0 has 0.5, replica 1 has 0.25": Case(alpha=0.25),
+    "outer rule's lr: replica 0 has 0.4, replica 1 has 0.7": Case(eta=0.7),
     "initial parameters (SHA-256): replica 0 has ": Case(seed=1),
 }
 SEED = "set the same seed before the model is made, make its parts in the same order, and build the engine before"

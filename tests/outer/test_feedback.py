@@ -8,7 +8,17 @@ from diloco.outer.averages import Gather, reduction_of
 from diloco.outer.cohort import Cohort
 from diloco.wire import Key, codec
 
-LOSSY = ["bf16", "e4m3", "e2m1", "e3m0", "int4", "int2", "topk:density=0.1", "feddropout:density=0.3"]
+LOSSY = [
+    "bf16",
+    "e4m3",
+    "e2m1",
+    "e3m0",
+    "int4",
+    "int2",
+    "topk:density=0.1",
+    "sparseloco",
+    "feddropout:density=0.3",
+]
 
 
 @pytest.mark.slow

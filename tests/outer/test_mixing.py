@@ -5,21 +5,21 @@ from hypothesis import strategies as st
 from tests.outer.test_nesterov import SEEDS, f32, same_bits, vectors
 
 from diloco.errors import UserError
-from diloco.outer.merge import Mixing
+from diloco.outer.merge import Mixing, Past
 
 
 @given(SEEDS, st.floats(0.0, 1.0))
 def test_the_merge_is_the_equation_in_float32(seed, alpha):
     theta, Theta = vectors(seed, 2)
     expected = f32(alpha) * theta + f32(1 - alpha) * Theta
-    assert same_bits(Mixing(alpha).merge(torch.tensor(theta), torch.tensor(Theta), None), expected)
+    assert same_bits(Mixing(alpha).merge(torch.tensor(theta), torch.tensor(Theta), Past()), expected)
 
 
 @given(SEEDS)
 def test_a_merge_can_keep_all_or_nothing(seed):
     theta, Theta = map(torch.tensor, vectors(seed, 2))
-    assert torch.equal(Mixing(1.0).merge(theta, Theta, None), theta)
-    assert torch.equal(Mixing(0.0).merge(theta, Theta, None), Theta)
+    assert torch.equal(Mixing(1.0).merge(theta, Theta, Past()), theta)
+    assert torch.equal(Mixing(0.0).merge(theta, Theta, Past()), Theta)
 
 
 @pytest.mark.parametrize("alpha", [1.5, -0.1, float("nan")])

@@ -11,7 +11,7 @@ from tests.processes import run_replicas
 
 from diloco.outer.averages import Average
 from diloco.outer.cohort import Cohort
-from diloco.outer.merge import Mixing, Translation
+from diloco.outer.merge import Mixing, Past, Translation
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState
 from diloco.outer.step import merge_in_place, take_outer_step
@@ -75,7 +75,7 @@ def test_an_outer_step_in_place_is_average_nesterov_and_merge(dtype, seed, num_r
     parameters = [part.to(dtype) for part in (theta[:1].view(()), theta[1:31].view(5, 6).T, theta[31:])]
     expected = [*outer.step(Theta, v, delta)]
     merged = [
-        Mixing(alpha).merge(parameter.float().reshape(-1), part, None).to(dtype)
+        Mixing(alpha).merge(parameter.float().reshape(-1), part, Past()).to(dtype)
         for parameter, part in zip(parameters, expected[0].split([1, 30, 9]), strict=True)
     ]
     fragment = FragmentState({"outer": Theta, "velocity": v}.__getitem__)
@@ -121,8 +121,8 @@ def test_the_pieces_of_a_merge_change_no_bit(most, seed):
     Theta, before, theta = (torch.tensor(vector) for vector in vectors(seed, 3))
     parts = [theta.clone()[a:b] for a, b in ((0, 1), (1, 3), (3, 3), (3, 33), (33, 40))]
     with patch("diloco.outer.step.elements_at_once", return_value=most):
-        merge_in_place(parts, Theta, Translation(), before)
-    assert torch.equal(torch.cat(parts), Translation().merge(theta, Theta, before))
+        merge_in_place(parts, Theta, Translation(), Past(before))
+    assert torch.equal(torch.cat(parts), Translation().merge(theta, Theta, Past(before)))
 
 
 @given(SEEDS)
@@ -130,7 +130,7 @@ def test_nothing_is_changed_in_place(seed):
     before = vectors(seed, 3)
     after = [torch.tensor(vector) for vector in before]
     Nesterov().step(*after)
-    Mixing(0.5).merge(after[0], after[1], None)
+    Mixing(0.5).merge(after[0], after[1], Past())
     assert all(same_bits(tensor, vector) for tensor, vector in zip(after, before, strict=True))
 
 
@@ -155,4 +155,8 @@ def test_fields_must_be_numbers(fields, monkeypatch):
     ((name, value),) = fields.items()
     with pytest.raises(ValueError, match=f"^{name}={value!r} must be a number$"):
         Nesterov(**fields)
-    assert Nesterov(lr=np.float32(0.5), momentum=0).facts() == {"learning rate": 0.5, "momentum": 0.0}
+    assert Nesterov(lr=np.float32(0.5), momentum=0).facts() == {
+        **Nesterov().facts(),
+        "lr": 0.5,
+        "momentum": 0.0,
+    }

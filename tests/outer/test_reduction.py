@@ -126,7 +126,7 @@ def test_an_average_draws_other_numbers_than_any_member():
     cohort, keys = Cohort((0, 2, 3), (1.0, 1.0, 1.0)), []
 
     class Recording(FP32):
-        def encode(self, delta_N, key=Key(), *, base=0):  # noqa: B008
+        def encode(self, delta_N, key=Key(), *, base=0, outer_N=None):  # noqa: B008
             keys.append(key)
             return super().encode(delta_N, key, base=base)
 

@@ -12,23 +12,17 @@ from tests.processes import run_replicas
 
 import diloco
 from diloco.errors import UserError
-from diloco.outer.merge import Mixing
+from diloco.outer.merge import MergeRule, Mixing, Past
+from diloco.outer.rule import OuterRule
 
 
 @dataclass(frozen=True)
-class HeavyBall:
+class HeavyBall(OuterRule):
     """v ← μ v + Δ; Θ ← Θ − η v."""
 
     lr: float
     momentum: float
     slots = ("ball",)
-    shared = True
-
-    def facts(self) -> dict:
-        return {"heavy ball": [self.lr, self.momentum]}
-
-    def on_send(self, fragment, own, sync) -> None:
-        pass
 
     def on_average(self, fragment, average, sync, cohort) -> None:
         ball_N = fragment.use("ball")
@@ -43,7 +37,7 @@ class Eager(HeavyBall):
     shared = False
     slots = ("ball", "own")
 
-    def on_send(self, fragment, own, sync) -> None:
+    def on_send(self, fragment, own, sync, cohort) -> None:
         fragment.use("own").copy_(own())
         fragment.use("outer").sub_(self.lr * fragment.use("own"))
 
@@ -52,15 +46,10 @@ class Eager(HeavyBall):
 
 
 @dataclass(frozen=True)
-class Halfway:
+class Halfway(MergeRule):
     """θ ← (θ + Θ) / 2."""
 
-    needs_previous = False
-
-    def facts(self) -> dict:
-        return {}
-
-    def merge(self, theta_N: torch.Tensor, outer_N: torch.Tensor, previous_N: torch.Tensor | None) -> torch.Tensor:
+    def merge(self, theta_N: torch.Tensor, outer_N: torch.Tensor, past: Past) -> torch.Tensor:
         return (theta_N + outer_N) / 2
 
 
@@ -70,9 +59,9 @@ class Translation(Halfway):
 
     needs_previous = True
 
-    def merge(self, theta_N: torch.Tensor, outer_N: torch.Tensor, previous_N: torch.Tensor | None) -> torch.Tensor:
-        assert previous_N is not None
-        return theta_N + (outer_N - previous_N)
+    def merge(self, theta_N: torch.Tensor, outer_N: torch.Tensor, past: Past) -> torch.Tensor:
+        assert past.outer_N is not None
+        return theta_N + (outer_N - past.outer_N)
 
 
 def trained(case: Case, steps: int, **changes) -> tuple[diloco.StreamingDiLoCo, torch.nn.Module]:
@@ -154,8 +143,8 @@ class Twice(diloco.Nesterov):
 class AllButNothing(Mixing):
     """α θ + (1 − α) Θ with 1 − α in the place of α."""
 
-    def merge(self, theta_N, outer_N, previous_N):
-        return Mixing(1 - self.alpha).merge(theta_N, outer_N, previous_N)
+    def merge(self, theta_N, outer_N, past):
+        return Mixing(1 - self.alpha).merge(theta_N, outer_N, past)
 
 
 def test_a_subclass_is_computed_by_its_own_code_where_the_compiled_pass_would_reach():
@@ -183,14 +172,62 @@ def test_a_state_of_another_rule_is_refused_and_nothing_is_changed():
     assert other.num_steps == 4 and before.shape == outer_of(other).shape
 
 
+@dataclass(frozen=True)
+class Median(OuterRule):
+    """Θ ← Θ − D_0, the outer gradient of the first replica, kept with those of the others."""
+
+    slots = ("first", "second")
+    needs_deltas = True
+
+    def on_average(self, fragment, average, sync, cohort) -> None:
+        for slot, delta_N in zip(self.slots, average.deltas(), strict=True):
+            fragment.use(slot).copy_(delta_N)
+        fragment.use("outer").sub_(fragment.use("first"))
+
+
+def steps_with_deltas() -> list[bool]:
+    """For each outer step whether a rule was given the replicas' outer gradients, and the places of parameters."""
+    case = Case(P=2, H=4, tau=2, wire="e3m0")
+    model = case.model()
+    engine = case.engine(model, outer=Median())
+    right: list[bool] = []
+    for t in range(1, 14):
+        inner_step(model, dist.get_rank(), t)
+        for step in engine.step():
+            p = step.sync.fragment
+            state = engine.state_dict()
+            for slot, delta_N in zip(Median.slots, step.deltas, strict=True):
+                named = {name: state[slot][name] for name in engine.settings.fragments[p].parameters}
+                spans = engine._membership.replica.parameters.places[p]
+                right.append(
+                    list(spans) == list(named)
+                    and all(torch.equal(spans[n].of(delta_N).view(spans[n].shape), x) for n, x in named.items())
+                    and bool(delta_N.any())
+                )
+    engine.finish()
+    return right
+
+
+def test_a_rule_may_read_the_outer_gradient_of_each_replica_and_find_each_parameter_in_it():
+    for right in run_replicas(steps_with_deltas, 2):
+        assert right == [True] * 8
+
+
+def test_a_rule_that_reads_outer_gradients_is_refused_where_no_replica_has_them():
+    with pytest.raises(
+        UserError, match=r"outer=Median reads the outer gradient of each .* combine=reduce_scatter"
+    ):
+        Case(combine="reduce_scatter").engine(Case().model(), outer=Median())
+
+
 def eager_outer_steps(combine: str, offload: bool) -> tuple[list[np.ndarray], list[np.ndarray], str]:
     """Two replicas: the own outer gradients that the rule is given, and those that the others decode."""
     owns: list[np.ndarray] = []
 
     class Recording(Eager):
-        def on_send(self, fragment, own, sync) -> None:
+        def on_send(self, fragment, own, sync, cohort) -> None:
             owns.append(own().numpy().copy())
-            super().on_send(fragment, own, sync)
+            super().on_send(fragment, own, sync, cohort)
 
     case = Case(P=2, H=4, tau=2, wire="e3m0", combine=combine, offload=offload)
     model = case.model()

@@ -98,7 +98,7 @@ class Handwritten:
         }
         return {
             "outer rule": "Nesterov",
-            "outer rule's learning rate": LR,
+            "outer rule's lr": LR,
             "outer rule's momentum": MOMENTUM,
             "wire": codec(wire).spec,
             "combine": "gather",

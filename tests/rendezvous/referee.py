@@ -176,11 +176,13 @@ class Referee:
             assert c.replica not in self.revoked, "a payload of a replica whose key was revoked"
             assert body.round - 1 - before.rules.max_stale <= c.base_round < body.round
             self._note_text(before.members[c.replica].slot, p, payload.text)
-        if before.rules.quorum == "all":
-            away = self.gone | self.revoked
-            living = {r for r in self.latest.values() if r not in away} & set(before.active)
-            assert living <= {c.replica for c in body.contributions}
+        quorum, counted = before.rules.quorum, {c.replica for c in body.contributions}
+        living = {r for r in self.latest.values() if r not in self.gone | self.revoked} & set(before.active)
+        if quorum == "all":
+            assert living <= counted
             assert len(self.latest) >= before.rules.num_replicas
+        elif quorum != "majority":
+            assert len(counted) >= min(quorum, len(living))
         outer.step(before, body, [self.payloads[c.replica, c.seq].decoded() for c in body.contributions])
 
     def _note_text(self, slot: int, fragment: int, text: tuple[int, int]) -> None:

@@ -49,7 +49,7 @@ class Replica:
         wire: str = "fp32",
         combine: str = "gather",
         model: nn.Module | None = None,
-        outer: OuterRule | None = None,
+        outer: str | OuterRule | None = None,
         **exchange,
     ) -> None:
         self.model = new_model() if model is None else model

@@ -132,7 +132,7 @@ class Run:
             replica.proposal = None  # a lost request to leave is not repeated
         members = self.referee.state.members
         missing = {members[replica].name for replica in self.referee.state.active} - {r.name for r in self.living}
-        if self.rules.quorum == "all" or not self.living:
+        if self.rules.quorum != "majority" or not self.living:
             names = set(self.names[: self.rules.num_replicas]) | missing
             for name in sorted(names - {replica.name for replica in self.living}):
                 self.start(name, from_index=True)
@@ -163,7 +163,7 @@ def simulate(schedule: bytes) -> Run:
     head, rest = schedule[:6], schedule[6:]
     rules = Rules(
         num_fragments=1 + head[0] % 3,
-        quorum="all" if head[1] % 4 == 0 else "majority",
+        quorum=("all", 1, 2, 3)[head[1] % 4] if head[1] % 8 < 4 else "majority",
         num_replicas=1 + head[2] % 3,
         max_stale=head[3] % 4,
         norm_bound=1e30,

@@ -81,7 +81,7 @@ def test_the_largest_norms_that_an_entry_may_count_have_a_finite_average(second)
 
 
 @pytest.mark.parametrize(
-    "wire", ["fp32", "fp16", "e3m0", "int4:stochastic=true", "topk:density=0.1", "dare:density=0.5"]
+    "wire", ["fp32", "fp16", "e3m0", "int4:stochastic=true", "topk:density=0.1", "sparseloco", "dare:density=0.5"]
 )
 def test_a_sum_has_the_same_bits_whether_values_are_known_or_decoded(wire) -> None:
     form = Form(codec=codec(wire), sizes=(3000,), seed=SEED)
@@ -102,7 +102,7 @@ def test_averages_join_to_the_average_of_the_fragment(step) -> None:
         payloads[1].values = known
         content = Content(averages=tuple(payloads), bytes_received=0)
         decision = Decision.of(step.ref, step.state, content)
-        total_N, weight = decided_average(step.form, decision, content, torch.empty(N))
+        total_N, weight, _ = decided_average(step.form, decision, content, torch.empty(N))
         assert weight == 1 and torch.equal(total_N, torch.cat(values))
 
 

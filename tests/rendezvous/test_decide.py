@@ -57,6 +57,22 @@ def test_with_quorum_all_nobody_is_left_out_and_all_have_joined():
     assert may_decide(log.state, 0, huge, 1, overlap_over=True, patience_over=False), "like a fixed group"
 
 
+def test_a_quorum_of_two_is_two_payloads_however_late_but_where_fewer_replicas_are_active():
+    log = Log(num_fragments=1, quorum=2).join("a", "b", "c", "d", "e")
+    assert decided(log, 0, 1) is None, "the others have time until t + τ"
+    assert decided(log, 0, 1, overlap_over=True) == [0, 1]
+    assert decided(log, 0, 1, 4, overlap_over=True) == [0, 1, 4], "and who comes meanwhile is counted"
+    assert decided(log, 0, overlap_over=True, patience_over=True) is None
+    assert decided(log, *range(5)) == [*range(5)]
+    for replica in (1, 2, 3, 4):
+        log.add(Leave(finished=False), replica)
+    assert decided(log, 0) == [0], "one is active"
+    late = Log(num_fragments=1, quorum=2).join("a", "b", "c").rounds(2, 0, 1)
+    here = {0: late.contribution(0), 1: late.contribution(1, base_round=1)}
+    assert may_decide(late.state, 0, here, 0, overlap_over=True, patience_over=False) is None, "not confirmed"
+    assert may_decide(late.state, 0, here, 0, overlap_over=True, patience_over=True) == (here[0], here[1])
+
+
 def test_payloads_that_are_refused_are_left_out():
     log = Log(num_fragments=1, max_stale=1).join("a", "b").rounds(2, 0, 1)
     here = {0: log.contribution(0), 1: log.contribution(1, base_round=0)}

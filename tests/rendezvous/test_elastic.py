@@ -27,6 +27,29 @@ def numbers(run: Replayed, replica: int) -> list[int]:
     return [i for i, c in enumerate(run.contributions) if c["replica"] == replica]
 
 
+@pytest.mark.slow
+def test_with_a_quorum_of_two_no_outer_step_counts_one_replica_while_one_is_stopped_and_one_is_slow(tmp_path):
+    outcomes, run = lives(
+        tmp_path,
+        Plan(name="stopper", stops=("stopped", 20), lively=("stopper", "slow"), num_steps=60),
+        Plan(name="stopped", num_steps=60),
+        Plan(name="slow", num_steps=30, step_seconds=0.02),
+        num_replicas=3,
+        quorum=2,
+        patience=1,  # which is no end of the wait for two
+        max_stale=1000,
+    )
+    assert all(outcome is not None and outcome.failure is None for outcome in outcomes)
+    assert all(numbers(run, outcome.replica) for outcome in outcomes), "each was counted"
+    num_active, counts = 0, []
+    for entry in run.entries:
+        num_active += {"join": 1, "leave": -1}.get(entry["kind"], 0)
+        if entry["kind"] == "outer":
+            counts.append((len(entry["body"]["contributions"]), num_active))
+    assert all(count >= min(2, num_active) for count, num_active in counts)
+    assert {2, 3} <= {count for count, num_active in counts if num_active == 3}
+
+
 @pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
 def test_survivors_go_on_when_one_is_killed_one_stops_one_is_slow_and_one_joins(combine: str, tmp_path) -> None:
     lively = ("stopper", "slow", "joiner")

@@ -150,6 +150,18 @@ def test_with_quorum_all_an_entry_counts_all():
     assert log.outer(log.contribution(0)).num_outer == 1
 
 
+def test_with_a_number_as_quorum_an_entry_counts_so_many_or_as_many_as_are_active():
+    log = Log(num_fragments=1, quorum=2).join("a", "b", "c")
+    with pytest.raises(LogError, match="entry 4 of the log counts 1 of 3 active replicas, and the quorum is 2"):
+        log.outer(log.contribution(0))
+    log.rounds(2, 0, 2)
+    assert log.state.active == (0, 2)
+    log.outer(log.contribution(1), log.contribution(2))
+    log.add(Leave(finished=False), 1)
+    log.add(Leave(finished=False), 2)
+    assert log.outer(log.contribution(0)).num_outer == 4
+
+
 def test_the_creator_alone_changes_the_allow_list_and_a_revoked_key_shuts_out_at_once():
     log = Log(num_fragments=1, creator=CREATOR, allowed=(A,)).join("a", key=A)
     log.rounds(1, 0)

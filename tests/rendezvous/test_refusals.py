@@ -68,6 +68,7 @@ def test_a_store(row: str, use_environment, monkeypatch: pytest.MonkeyPatch) -> 
         ({"name": "a/b"}, "name='a/b' must be 1 to 64 letters, digits, dots, dashes and underscores", "name"),
         ({"num_shares": 1}, "num_shares=1 must be from 2 to 1024", "num_shares"),
         ({"num_shares": 4}, "num_shares=4 means nothing with combine=gather", "num_shares"),
+        ({"quorum": 0}, "entry 0 of the log can't be read: .*quorum: expected int >= 1", None),
         ({"num_slots": 0}, "entry 0 of the log can't be read: .*num_slots", None),
         ({"key": "/none"}, "the key /none can't be read: No such file", None),
         *(

@@ -34,7 +34,7 @@ def check(replay: Replay, run: Handwritten) -> None:
     assert replay.state == run.state
 
 
-@pytest.mark.parametrize("wire", ["fp32", "e3m0", "topk:density=0.5"])
+@pytest.mark.parametrize("wire", ["fp32", "e3m0", "topk:density=0.5", "sparseloco", "pulse:density=0.5"])
 def test_a_replay_gives_the_bits_that_numpy_gives(wire, tmp_path) -> None:
     run = Handwritten(tmp_path / "run", wire=wire, signers=signers(tmp_path))
     run.train(5, snapshots_after=(2, 4), index_after=4)

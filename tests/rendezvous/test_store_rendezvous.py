@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from tests.engine.cases import Case, inner_step
+from tests.engine.cases import Case, inner_step, tokens
 from tests.memory import backgrounds
 from tests.processes import run_replicas
 from tests.rendezvous.replicas import Replica
@@ -32,17 +32,17 @@ def engine_of(case: Case, model: nn.Module, **exchange) -> diloco.StreamingDiLoC
 
 
 CASES = [Case(P=P, H=H, T=14, tau=tau, wire=wire) for tau, wire in itertools.product((0, 2), ("fp32", "e3m0"))]
-CASES.append(Case(P=P, H=H, T=14, tau=2, wire="e3m0", beta=0.5))
+CASES.append(Case(P=P, H=H, T=14, tau=2, wire="e3m0", beta=0.5, weights="tokens_squared_per_step"))
 OF_SHARES = [
     Case(P=P, H=H, T=14, tau=0, wire="e3m0", combine="reduce_scatter:bf16"),
-    Case(P=P, H=H, T=14, tau=2, wire="int4:stochastic=true", combine="reduce_scatter"),
+    Case(P=P, H=H, T=14, tau=2, wire="int4:stochastic=true", combine="reduce_scatter", weights="tokens"),
 ]
 
 
-def hashes(engine: diloco.StreamingDiLoCo, model: nn.Module, replica: int, num_steps: int) -> tuple[str, float]:
-    for t in range(1, num_steps + 1):
+def hashes(engine: diloco.StreamingDiLoCo, model: nn.Module, replica: int, case: Case) -> tuple[str, float]:
+    for t in range(1, case.T + 1):
         inner_step(model, replica, t)
-        engine.step(tokens=8)
+        engine.step(tokens=8 if case.weights == "equal" else tokens(replica, t))
     engine.finish()
     return engine.outer_hash(), sum(p.double().sum().item() for p in model.parameters())
 
@@ -53,17 +53,17 @@ def over_both(folder: str) -> list:
     for number, case in enumerate(CASES + (OF_SHARES if size > 1 else [])):
         model = case.model()
         group = diloco.ProcessGroupExchange() if size > 1 else diloco.LoopbackExchange()
-        by_gloo = hashes(engine_of(case, model, exchange=group), model, rank, case.T)
+        by_gloo = hashes(engine_of(case, model, exchange=group, weights=case.weights), model, rank, case)
         model = case.model()
         url = f"{folder}/store{number}"
         wait_for_entry(url, rank)  # the order of joins is that of the ranks
         num_shares = size if case in OF_SHARES else None
-        exchange = diloco.StoreRendezvous(
-            url, quorum="all", num_replicas=size, num_shares=num_shares, poll_seconds=0.004, timeout_seconds=60
-        )
+        rules = {"quorum": "all", "num_replicas": size, "num_shares": num_shares}
+        rules["weights"] = None if case.weights == "equal" else case.weights
+        exchange = diloco.StoreRendezvous(url, poll_seconds=0.004, timeout_seconds=60, **rules)
         engine = engine_of(case, model, rendezvous=exchange)
         assert exchange.replica == rank
-        by_store = hashes(engine, model, rank, case.T)
+        by_store = hashes(engine, model, rank, case)
         exchange.leave()
         pairs.append((by_gloo, by_store))
     return pairs

@@ -140,12 +140,19 @@ def test_the_curves_are_those_of_the_metrics(run, finished_run):
     each = ring_all_reduce_bytes(summary["num_params"], 2)
     assert data_parallel["points"] == [[step.tokens, pytest.approx(each * step.step, rel=1e-4)] for step in first]
     merges = [(outer, step.step) for step in first for outer in step.outer_steps]
-    for title, name in (("Norm of the mean outer gradient", "outer_gradient_norm"), ("Cosine", "cosine")):
+    for title, name in (
+        ("Norm of the mean outer gradient", "outer_gradient_norm"),
+        ("Cosine between", "cosine"),
+        ("Cosine of successive", "successive_cosine"),
+        ("Gain of the outer step", "gain"),
+    ):
         chart = next(chart for start, chart in charts.items() if start.startswith(title))
         for fragment, series in enumerate(chart["series"]):
             outer_steps = [outer for outer, _ in merges if outer.fragment == fragment]
             assert series["points"] == [
-                [outer.sent_step, pytest.approx(getattr(outer, name), rel=1e-4)] for outer in outer_steps
+                [outer.sent_step, pytest.approx(value, rel=1e-4)]
+                for outer in outer_steps
+                if (value := getattr(outer, name)) is not None
             ]
     lanes = charts["Sends and merges in the first rounds"]["lanes"]
     assert len(lanes) == 3 * 2
@@ -163,7 +170,11 @@ def test_the_result_comes_first_and_the_command_makes_the_run_again(run, finishe
     )
     assert run["main"][0] == "held-out loss" and {*run["main"]} > {"sent per replica", "tokens/s"}
     setup = run["setup"]
-    assert list(setup) == ["command", "date", "machine", "data", "model", "batch", "learning rate"]
+    of_run, of_config = (
+        ("command", "date", "machine", "data"),
+        ("model", "batch", "inner optimizer", "learning rate"),
+    )
+    assert list(setup) == [*of_run, *of_config]
     assert setup["machine"].startswith(summary["machine"]) and re.search(r" \d+ cores, ", setup["machine"])
     assert setup["date"] == moment((finished_run / "metrics-0.jsonl").stat().st_mtime)
     assert "text.jsonl, " in setup["data"] and "tokenizer bytes" in setup["data"]

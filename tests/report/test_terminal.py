@@ -13,6 +13,7 @@ from tests.training.test_metrics import metrics
 
 from diloco.data.config import DataConfig
 from diloco.data.prepare import PrepareProgress
+from diloco.outer.auto import chosen
 from diloco.report.terminal import training
 from diloco.report.terminal.tables import remedy_sentence
 from diloco.report.terminal.training import (
@@ -51,6 +52,17 @@ def test_epochs_and_rounding_are_said_before_they_happen(asked, budget, expected
     assert expected in text
     assert "the last 2.00% of each document is held out" in text
     assert text.endswith(str(asked.runs / "run"))
+
+
+def test_a_start_warns_of_an_outer_rule_far_from_auto(asked):
+    def lines(**values) -> list[str]:
+        config = replace(asked, diloco=replace(asked.diloco, **values))
+        return [line for line in start_lines(resolved(prepare_run(config)), None) if line.startswith("outer ")]
+
+    lr, momentum = chosen(6, 2, 10, 0.5)
+    expected = "outer with 6 outer steps, η = 0.4 and μ = 0.9 are expected to end 1.5% above diloco.outer=auto, "
+    assert lines() == [f"{expected}which takes {lr:g} and {momentum:g}"]
+    assert lines(outer="auto") == lines(outer="torch.AdamW:lr=0.1") == []
 
 
 def test_changes_name_both_values():

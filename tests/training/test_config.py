@@ -114,7 +114,7 @@ def test_a_ladder_recipe_has_the_values_of_its_method_and_its_replicas(method, r
     tuned = hyperparameters(method, config.model.num_matrix_params, replicas)
     assert config.optimizer.learning_rate == tuned.learning_rate
     assert 2**-0.5 <= config.tokens_per_step / tuned.batch_tokens <= 2**0.5
-    assert config.diloco.outer_learning_rate == (tuned.outer_learning_rate or 0.4)
+    assert config.diloco.outer_learning_rate == tuned.outer_learning_rate
     assert recipe_of(config) == config
 
 

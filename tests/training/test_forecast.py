@@ -10,9 +10,10 @@ from tests.training.cases import resolved
 from tests.training.runs import summary
 
 from diloco.models.decoder_config import DecoderConfig
-from diloco.training.config.config import TrainConfig
+from diloco.training.config.config import OptimizerConfig, TrainConfig
 from diloco.training.config.forecast import activation_bytes, device_bytes, fitted, forecast
 from diloco.training.config.recipes import PAPER_RECIPES, recipe
+from diloco.training.optimizer import inner_optimizer
 from diloco.training.records.runs import read_config
 
 
@@ -31,6 +32,21 @@ def test_memory_counts_a_copy_for_parameters_gradients_moments_and_outer_state(m
     assert result.logits_bytes == 2 * 2 * 4 * 64 * 257
     assert forecast(replace(config, precision="fp32")).logits_bytes == 2 * 4 * 4 * 64 * 257
     assert (result.schedule is None) == (method == "data_parallel")
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd", "schedule_free"])
+def test_memory_counts_the_state_of_each_optimizer(name):
+    config = resolved(method="data_parallel", optimizer=OptimizerConfig(name=name))
+    model = config.model.build(seed=0)
+    state = inner_optimizer(model, config.optimizer).state.values()
+    state_bytes = sum(tensor.nbytes for one in state for tensor in one.values() if tensor.ndim)
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    aside_bytes = 4 * num_params if name == "schedule_free" else 0
+    assert forecast(config).state_bytes == 2 * 4 * num_params + state_bytes + aside_bytes
+    in_vectors = 4 * num_params - 4 * config.model.num_matrix_params
+    default = replace(config, optimizer=OptimizerConfig())
+    more = state_bytes + aside_bytes - 2 * 4 * num_params
+    assert device_bytes(config) - device_bytes(default) == pytest.approx(more, abs=2 * in_vectors)
 
 
 def test_data_parallel_sends_at_every_step():

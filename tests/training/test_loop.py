@@ -156,6 +156,23 @@ def test_a_killed_run_goes_on_bit_for_bit(folder, streaming):
     assert [summary(streaming)[name] for name in same] == [summary(killed)[name] for name in same]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("outer", "merge"), [("eager:lr=0.5", "translate"), ("rda:restart_every=2", "taylor")])
+def test_a_killed_run_goes_on_bit_for_bit_with_other_rules(outer, merge, folder):
+    name, runs = outer.partition(":")[0], folder / "runs"
+    flags = ["--num-tokens", "30720", "--diloco.outer", outer, "--diloco.merge", merge]
+    flags += BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT
+    whole = run(folder, "--name", f"{name}-whole", *flags)
+    assert whole.returncode == 0, whole.stderr
+    with started(folder, "--name", f"{name}-killed", *flags) as process:
+        os.kill(wait_for_step(process, runs / f"{name}-killed", step=45), signal.SIGKILL)
+        assert process.wait(60).returncode == 1
+    again = run(folder, "--resume", str(runs / f"{name}-killed"))
+    assert again.returncode == 0, again.stderr
+    for replica in (0, 1):
+        assert_equal(*(final_state(runs / f"{name}-{way}", replica) for way in ("whole", "killed")))
+
+
 def wait_for_step(process: Program, run: Path, step: int) -> int:
     """The process of the last replica, once replica 0 has come that far."""
     path = run / "metrics-0.jsonl"

@@ -32,7 +32,7 @@ NUMBERS = {
 
 
 def metrics(step: int) -> StepMetrics:
-    return StepMetrics(step=step, tokens=10 * step, **NUMBERS)
+    return StepMetrics(step=step, tokens=10 * step, new_tokens=10, **NUMBERS)
 
 
 def steps_in(path) -> list[int]:
@@ -45,7 +45,7 @@ def test_a_line_a_step_with_the_names_of_the_fields(tmp_path):
     log.write(replace(metrics(1), outer_steps=(OuterStepMetrics(**OUTER),)))
     log.close()
     written = json.loads((tmp_path / "metrics-1.jsonl").read_text())
-    assert written == {"step": 1, "tokens": 10, **NUMBERS, "outer_steps": [OUTER]}
+    assert written == {"step": 1, "tokens": 10, "new_tokens": 10, **NUMBERS, "outer_steps": [OUTER]}
     assert list((tmp_path / "tensorboard" / "replica-1").iterdir())
 
 
@@ -89,7 +89,7 @@ class Recording:
 
 def test_trackers_get_the_curves_of_a_step(tmp_path):
     recording = Recording()
-    log = MetricsLog(tmp_path, 0, after_step=2, tokens_before=20, trackers=[recording])
+    log = MetricsLog(tmp_path, 0, after_step=2, trackers=[recording])
     outer = OuterStepMetrics(**OUTER)
     log.write(replace(metrics(3), outer_steps=(outer,), mean_loss=2.5, engine={"codec_error": 0.25}))
     log.close()
@@ -98,19 +98,6 @@ def test_trackers_get_the_curves_of_a_step(tmp_path):
     assert recording.logged == [(3, {"tokens": 30, **NUMBERS, **more, "tokens_per_second": 100.0})]
     line = json.loads((tmp_path / "metrics-0.jsonl").read_text())
     assert line["engine"] == {"codec_error": 0.25} and line["mean_loss"] == 2.5
-
-
-@pytest.mark.parametrize(
-    ("tokens_before", "expected"), [(0, [5000, 100, 400]), (4990, [10, 100, 400]), (None, [None, 100, 400])]
-)
-def test_the_tokens_a_second_are_those_since_the_step_before(tmp_path, tokens_before, expected):
-    """A replica that joins late has taken fewer steps than the others."""
-    recording = Recording()
-    log = MetricsLog(tmp_path, 0, after_step=0, tokens_before=tokens_before, trackers=[recording])
-    for step, tokens in enumerate((5000, 5100, 5500), start=1):
-        log.write(replace(metrics(step), tokens=tokens, step_seconds=1.0))
-    log.close()
-    assert [values.get("tokens_per_second") for _, values in recording.logged] == expected
 
 
 def test_a_run_logs_the_mean_loss_of_all_replicas_and_the_engine_once_a_round(streaming):

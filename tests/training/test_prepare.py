@@ -53,6 +53,14 @@ MISTAKES = {
         {"method": "diloco", "diloco": DilocoConfig(sync_every=10, layers_per_fragment=1)},
         "diloco.layers_per_fragment=1 means nothing to one whole fragment",
     ),
+    "chosen twice": (
+        diloco(outer="auto", outer_momentum=0.5),
+        "diloco.outer=auto chooses lr and momentum, and auto:momentum=0.5 gives them: leave one out",
+    ),
+    "chosen for nobody knows how many": (
+        {"rendezvous": "store", "name": "a", **diloco(outer="auto")},
+        "diloco.outer=auto chooses by the number of replicas, which no replica knows where they come and go",
+    ),
     "no outer step": (
         {"method": "data_parallel", **diloco(mixing=0.75)},
         "diloco.mixing means nothing to data_parallel",

@@ -15,11 +15,11 @@ from tests.training.cases import resolved
 from diloco.errors import UserError
 from diloco.schema import flat
 from diloco.training.config.config import (
-    AdamWConfig,
     CheckpointConfig,
     DilocoConfig,
     ElasticConfig,
     EvaluationConfig,
+    OptimizerConfig,
     TrainConfig,
     from_json,
     to_json,
@@ -49,6 +49,10 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"timeout_seconds": 0.0}, "timeout_seconds must be above 0"),
     ({"timeout_seconds": 1e15}, "timeout_seconds must be above 0 and at most 1e7"),
     ({"method": "data_parallel", "checkpoint": CheckpointConfig(keep=2)}, "1 steps apart, so keep at least 3"),
+    (
+        {"optimizer": OptimizerConfig(name="schedule_free"), "precision": "bf16-params"},
+        "optimizer.name=schedule_free with precision=bf16-params",
+    ),
     ({"num_replicas": 0}, "num_replicas must be at least 1, not 0"),
     ({"shards_per_replica": 0}, "shards_per_replica must be at least 1, not 0"),
     ({"shards_per_replica": 3}, "global_batch=8 must be a multiple of num_replicas=2 · shards_per_replica=3"),
@@ -84,9 +88,24 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ),
 ]
 SECTIONS: list[tuple[type, dict[str, Any], str]] = [
-    (AdamWConfig, {"learning_rate": 0.0}, "optimizer.learning_rate must be above 0 and finite, not 0.0"),
-    (AdamWConfig, {"beta2": 1.0}, "optimizer.beta2 must be at least 0 and below 1, not 1.0"),
-    (AdamWConfig, {"weight_decay": math.nan}, "optimizer.weight_decay must be at least 0 and finite"),
+    (OptimizerConfig, {"learning_rate": 0.0}, "optimizer.learning_rate must be above 0 and finite, not 0.0"),
+    (OptimizerConfig, {"beta2": 1.0}, "optimizer.beta2 must be at least 0 and below 1, not 1.0"),
+    (OptimizerConfig, {"weight_decay": math.nan}, "optimizer.weight_decay must be at least 0 and finite"),
+    (
+        OptimizerConfig,
+        {"ns_steps": 0, "name": "muon"},
+        "optimizer.ns_steps must be at least 1 and below 100, not 0",
+    ),
+    (
+        OptimizerConfig,
+        {"momentum": 0.5},
+        "optimizer.momentum=0.5 means nothing to optimizer.name=adamw: leave it out, or take muon or sgd",
+    ),
+    (
+        OptimizerConfig,
+        {"schedule": "wsd", "name": "schedule_free"},
+        "optimizer.schedule=wsd means nothing to optimizer.name=schedule_free",
+    ),
     (DilocoConfig, {"outer_learning_rate": 0.0}, "diloco.outer_learning_rate must be above 0 and finite"),
     (DilocoConfig, {"mixing": 1.0}, "diloco.mixing must be at least 0 and below 1, not 1.0"),
     (DilocoConfig, {"mixing": -0.1}, "diloco.mixing must be at least 0 and below 1, not -0.1"),
@@ -127,7 +146,7 @@ JSON: list[tuple[dict[str, Any], str]] = [
     ({"diloco": {"overlap_steps": [1, "x"]}}, "diloco.overlap_steps[1]: expected int, got str"),
     ({"compile": 1}, "compile: expected bool, got int"),
     ({"runs": 3}, "runs: expected a path, got 3"),
-    ({"optimizer": {"momentum": 0.5}}, "unknown field optimizer.momentum"),
+    ({"optimizer": {"moment": 0.5}}, "unknown field optimizer.moment"),
 ]
 FILES = [
     ("run.toml", "seed = ", "run.toml can't be read: "),

@@ -38,9 +38,10 @@ from diloco.training.prepare import prepare_run
 from diloco.training.processes import STORE
 from diloco.training.records.checkpoints import finished_steps
 from diloco.training.records.finished import run_parameters
+from diloco.training.records.metrics import metrics_file
 from diloco.training.records.store_runs import initial_parameters
 from diloco.training.records.summary import Summary, contributors
-from diloco.training.records.tail import replica_tail
+from diloco.training.records.tail import ReplicaTail
 
 STEPS = 48
 
@@ -143,6 +144,8 @@ def test_a_run_ends_though_replicas_come_and_go(eventful):
         steps = [line["step"] for line in lines(eventful.runs / name, 0)]
         assert steps == list(range(1, len(steps) + 1)) and total["num_steps"] == steps[-1]
         assert total["eval_loss"] < 5
+    firsts = [line["step"] for line in lines(eventful.runs / "c", 0) if "new_tokens" not in line]
+    assert firsts == [1, 5], "the others' tokens while c had no process are not of its steps"
     assert set(contributors(state)) == {"a", "b", "c"}
     expected = parameters_hash(replayed(eventful.rendezvous, initial=initial_parameters).parameters())
     assert {(total["outer_hash"], total["entry"]) for total in totals.values()} == {(expected, state.number - 1)}
@@ -246,7 +249,7 @@ def test_replicas_of_other_paces_end_with_the_last_entry_of_the_log(config, tmp_
         pace = total["num_steps"] / total["wall_seconds"]
         own = {"a": 2, "b": 3, "c": 5}[name] * config.sequence_length * pace
         assert total["replica_tokens_per_second"] == pytest.approx(own)
-        run_pace = replica_tail(tmp_path / name, of(run, name), 0).read().tokens_per_second
+        run_pace = ReplicaTail(metrics_file(tmp_path / name, 0)).read().tokens_per_second
         assert total["tokens_per_second"] == run_pace > own, "the tokens of all, while this replica trained"
 
 
@@ -386,10 +389,15 @@ def test_a_joiner_needs_no_settings_but_its_text_and_name(folder):
     """And the same command goes on with the replica."""
     own = ["--rendezvous", "joined", "--runs", "elastic-joined", "--precision", "fp32"]
     shared = ["--seed", "3", "--diloco.sync-every", "7", "--global-batch", "6", "--num-tokens", str(6 * 64 * 400)]
+    first_tokens = ["--data.max-train-tokens", "20000"]
     join = ["train", *own, "--name", "b", "--data.train", "text.jsonl", "--data.held-out-fraction", "0.1"]
     metrics = {name: folder / "elastic-joined" / name / "metrics-0.jsonl" for name in "ab"}
-    with started(folder, "--name", "a", *own, *shared) as first:
+    with started(folder, "--name", "a", *own, *shared, *first_tokens) as first:
         wait_for(metrics["a"], num_lines=1)
+        refused = run_main(main, join, folder=folder, timeout_seconds=TIMEOUT_SECONDS)
+        assert "reads the first 20000 tokens of its training text" in refused.stderr, refused
+        assert "set --data.max-train-tokens=20000" in refused.stderr
+        join += first_tokens
         with program(main, join, folder=folder) as second:
             wait_for(metrics["b"], num_lines=10)
             os.kill(second.pid, signal.SIGTERM)

@@ -138,11 +138,17 @@ def test_a_resume_without_its_data_names_the_setting(run):
 
 
 def test_a_resume_on_other_text_is_refused(run):
-    check_text(run.directory, run.data.prepared, field="data.prepared")
+    check_text(run.directory, run.data, field="data.prepared")
     for digest, num_tokens in (("abc", 41), ("abd", 42)):
         write_index(run.data.prepared, digest, num_tokens)
         with pytest.raises(UserError, match=rf"abc and 42 tokens .*prepared has {digest} and {num_tokens}:"):
-            check_text(run.directory, run.data.prepared, field="data.prepared")
+            check_text(run.directory, run.data, field="data.prepared")
+
+
+def test_a_resume_that_would_read_less_of_the_text_is_refused(run):
+    shorter = replace(run.data, max_train_tokens=41)
+    with pytest.raises(UserError, match=r"abc and 42 tokens .*prepared has abc and 41:"):
+        check_text(run.directory, shorter, field="data.prepared")
 
 
 @pytest.mark.parametrize("name", ["r", "seeds/r"])

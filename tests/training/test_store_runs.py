@@ -33,7 +33,7 @@ def run(finished_run, tmp_path_factory) -> Handwritten:
     config = read_config(finished_run)
     own = ("name", "runs", "data.", "recipe", "micro_batch")
     facts = {name: value for name, value in flat(to_json(config)).items() if not name.startswith(own)}
-    facts[DATA_DIGEST] = text_facts(config.data.prepared).digest
+    facts[DATA_DIGEST] = text_facts(config.data).digest
     del facts["seed"]  # written with the facts of the codec
     model = config.model.build(seed=5)
     directory = tmp_path_factory.mktemp("store") / "elastic"
@@ -143,15 +143,14 @@ def test_the_place_of_the_runs_text_is_named_if_a_run_here_has_it(
     run, finished_run, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    prepared = read_config(finished_run).data.prepared
-    assert prepared is not None
-    digest = text_facts(prepared).digest
+    data = read_config(finished_run).data
+    digest = text_facts(data).digest
     with pytest.raises(
         UserError, match=f"does not hold the run's text: set prepared to its directory .* digest {digest:.16}"
     ):
         evaluate_run(str(run.directory))
     shutil.copytree(finished_run, tmp_path / "runs" / "member", ignore=shutil.ignore_patterns("checkpoints"))
-    with pytest.raises(UserError, match=rf"runs/member has read it: set prepared={prepared}"):
+    with pytest.raises(UserError, match=rf"runs/member has read it: set prepared={data.prepared}"):
         evaluate_run(str(run.directory))
 
 

@@ -12,7 +12,7 @@ from diloco.schedule import Schedule
 from diloco.training.records import tail as module
 from diloco.training.records.metrics import MetricsLog, read_metrics
 from diloco.training.records.runs import running
-from diloco.training.records.tail import MOST_BINS, ReplicaTail, RunTail
+from diloco.training.records.tail import MOST_BINS, ReplicaSteps, ReplicaTail, RunTail
 
 
 @pytest.fixture
@@ -176,6 +176,15 @@ def test_damage_is_named_at_every_look_and_nothing_is_counted_twice(growing):
     for _ in range(2):
         tail.again()
         assert "config.json can't be read" in tail.standing and tail.config is None
+
+
+def test_what_others_trained_while_a_replica_was_away_makes_its_pace_no_faster():
+    steps = ReplicaSteps()
+    for step in range(1, 41):
+        away = 1_000_000 if step > 20 else 0
+        new_tokens = None if step in (1, 21) else 10  # a process's first step
+        steps.add(replace(metrics(step), tokens=10 * step + away, new_tokens=new_tokens))
+    assert steps.tokens_per_second == pytest.approx(100) and steps.seconds_for(1000) == pytest.approx(10)
 
 
 def test_curves_of_long_runs_keep_all_steps_in_bounded_memory_and_looks_read_bounded_parts(tmp_path, monkeypatch):

@@ -17,11 +17,15 @@ UNSCALED = ["fp32", "bf16", "fp16"]
 SCALED_FLOATS = ["e4m3", "e5m2", "e2m1", "e3m0"]
 INTEGERS = ["int8", "int4", "int2"]
 BLOCKS = SCALED_FLOATS + INTEGERS
-SPARSE = ["topk", "feddropout", "dare"]
+SPARSE = ["topk", "feddropout", "dare", "sparseloco", "pulse"]
 NAMES = UNSCALED + BLOCKS + SPARSE
 BLOCK_SPECS = [spec for name in BLOCKS for spec in (name, f"{name}:block=8", f"{name}:block=640")]
 STOCHASTIC_SPECS = [f"{name}:stochastic=true" for name in BLOCKS]
-SPARSE_SPECS = [f"{name}:density=0.3,values={values}" for name in SPARSE for values in ("fp32", "bf16", "int4")]
+SPARSE_SPECS = [
+    f"{name}:density=0.3,values={values}" for name in SPARSE[:3] for values in ("fp32", "bf16", "int4")
+]
+SPARSE_SPECS += ["sparseloco:block=256,k=64", "sparseloco:block=32,k=8", "sparseloco:block=36,k=36"]
+SPARSE_SPECS += ["pulse:density=0.3", "pulse:values=int4,mask=fp32"]
 SPECS = UNSCALED + BLOCK_SPECS + STOCHASTIC_SPECS + SPARSE_SPECS
 IMPLEMENTATIONS = ["native", "torch"]
 
@@ -68,8 +72,12 @@ KEYS = st.builds(
 )
 
 
-def encode(spec: str, vector: np.ndarray, key: Key = NO_KEY, base: int = 0) -> torch.Tensor:
-    return codec(spec).encode(torch.tensor(vector.tolist(), dtype=torch.float32), key, base=base)
+def encode(
+    spec: str, vector: np.ndarray, key: Key = NO_KEY, base: int = 0, outer: np.ndarray | None = None
+) -> torch.Tensor:
+    delta_N = torch.tensor(vector.tolist(), dtype=torch.float32)
+    outer_N = None if outer is None else torch.tensor(outer.tolist(), dtype=torch.float32)
+    return codec(spec).encode(delta_N, key, base=base, outer_N=outer_N)
 
 
 def sealed(payload: torch.Tensor) -> torch.Tensor:

@@ -105,6 +105,16 @@ def compare_sparse(spec: str, delta_N: Tensor) -> None:
         assert not wire.packed(broken_N, KEY)[1], spec
 
 
+def compare_gates(num: int) -> None:
+    delta_N, outer_N = vector(num), 100 * vector(num).roll(7)
+    outer_N = outer_N.where(outer_N.isfinite(), -0.0)
+    for spec in ("pulse:density=1", "pulse:density=1,mask=fp32"):
+        wire = codec(spec)
+        expected_N, is_bf16 = wire.gated(delta_N, outer_N), "mask" not in spec
+        assert same(GpuSparse().gated(delta_N, outer_N, is_bf16=is_bf16), expected_N), spec
+        assert num == 1 or 0 < expected_N.count_nonzero() < num, spec
+
+
 def compare_damage(spec: str) -> None:
     """Change the first scale, the first and last codes: both see the same bytes that are never written."""
     wire, num, answers = codec(spec), 1001, set[bool]()
@@ -130,9 +140,13 @@ if __name__ == "__main__":
             compare_casts(name, num)
         for name, density in product(("topk", "feddropout", "dare"), (0.05, 0.5, 1.0)):
             compare_sparse(f"{name}:density={density}", vector(num))
+        for sizes in ("block=640,k=64", "block=256,k=256"):
+            compare_sparse(f"sparseloco:{sizes}", vector(num))
+        compare_gates(num)
     few_magnitudes = torch.zeros(700), torch.ones(700), torch.arange(700.0) // 680
     for density, magnitudes in product((0.001, 0.05), few_magnitudes):
         compare_sparse(f"topk:density={density}", magnitudes)
+        compare_sparse(f"sparseloco:block=256,k={4 if density < 0.01 else 64}", magnitudes)
     for spec in SPECS:
         for num in NUMS:
             compare(spec, num)

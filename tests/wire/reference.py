@@ -16,11 +16,17 @@ f32 = np.float32
 Key = tuple[int, ...]  # Seed, fragment, round, replica, share, and shard where it is not 0.
 
 
-def encode(spec: str, delta: np.ndarray, key: Key = (0, 0, 0, 0, 0), base: int = 0) -> bytes:
-    """The payload of Δ: header and body."""
+def encode(
+    spec: str, delta: np.ndarray, key: Key = (0, 0, 0, 0, 0), base: int = 0, outer: np.ndarray | None = None
+) -> bytes:
+    """The payload of Δ: header and body; `outer` are the outer parameters, if they are known."""
     if delta.dtype != f32 or delta.ndim != 1 or not np.isfinite(delta).all():
         raise ValueError("Δ must be a finite FP32 vector")
     name, options = _parse(spec)
+    if name == "pulse" and outer is not None:
+        cast = _as_bf16 if options["mask"] == "bf16" else np.copy
+        with np.errstate(over="ignore"):
+            delta = np.where(cast(outer - delta) != cast(outer), delta, f32(0))
     return sealed(
         _header(name, options, len(delta)) + struct.pack("<Q", base), _encode_body(name, options, delta, key)
     )
@@ -58,6 +64,8 @@ DEFAULTS = {
     "topk": {"density": 0.05, "values": "fp32"},
     "feddropout": {"density": 0.05, "values": "fp32"},
     "dare": {"density": 0.05, "values": "fp32"},
+    "sparseloco": {"block": 4096, "k": 64},
+    "pulse": {"density": 0.05, "values": "fp32", "mask": "bf16"},
 }
 BITS = {"e4m3": 8, "e5m2": 8, "e2m1": 4, "e3m0": 4, "int8": 8, "int4": 4, "int2": 2}
 
@@ -70,8 +78,10 @@ def _parse(spec: str) -> tuple[str, dict]:
         options["stochastic"] = False
     read = {
         "block": int,
+        "k": int,
         "density": float,
         "values": str,
+        "mask": str,
         "stochastic": {"true": True, "false": False}.__getitem__,
     }
     for option in text.split(",") if text else []:
@@ -93,9 +103,12 @@ def _header(name: str, options: dict, N: int) -> bytes:
 
 def _body_bytes(name: str, options: dict, N: int) -> int:
     """The length of a body."""
-    if name in ("topk", "feddropout", "dare"):
+    if name == "sparseloco":
+        k = sum(_num_per_block(options, N))
+        return sum(_places_bytes(k, N)) + 4 * math.ceil(N / options["block"]) + math.ceil(k / 4)
+    if name in ("topk", "pulse", "feddropout", "dare"):
         k = _num_values(name, options["density"], N)
-        places = sum(_places_bytes(k, N)) if name == "topk" else 0
+        places = sum(_places_bytes(k, N)) if name in ("topk", "pulse") else 0
         return places + _body_bytes(options["values"], DEFAULTS[options["values"]], k)
     if name in BITS:
         return math.ceil(N / options["block"]) * (4 if name in Q else 1) + math.ceil(N * BITS[name] / 8)
@@ -111,16 +124,19 @@ def _encode_body(name: str, options: dict, x: np.ndarray, key: Key) -> bytes:
     if name in BITS:
         return _encode_blocks(name, options, x, key)
 
+    if name == "sparseloco":
+        return _encode_largest_of_blocks(options, x)
     N, k = len(x), _num_values(name, options["density"], len(x))
+    has_places = name in ("topk", "pulse")
     by_magnitude = np.argsort(-np.abs(x), kind="stable")
-    places = np.sort(by_magnitude[:k]) if name == "topk" else _mask(options["density"], N, key)[:k]
+    places = np.sort(by_magnitude[:k]) if has_places else _mask(options["density"], N, key)[:k]
     values = np.zeros(k, f32)
     values[: len(places)] = x[places]
     if name == "dare":
         with np.errstate(over="ignore"):
             values = np.clip(values * f32(1 / options["density"]), -LARGEST, LARGEST)
     body = _encode_body(options["values"], _parse(options["values"])[1], values, key)
-    return _elias_fano(places, N) + body if name == "topk" else body
+    return _elias_fano(places, N) + body if has_places else body
 
 
 def _decode_body(name: str, options: dict, body: bytes, N: int, key: Key) -> np.ndarray:
@@ -135,8 +151,10 @@ def _decode_body(name: str, options: dict, body: bytes, N: int, key: Key) -> np.
     if name in BITS:
         return _decode_blocks(name, options, body, N)
 
+    if name == "sparseloco":
+        return _decode_largest_of_blocks(options, body, N)
     k = _num_values(name, options["density"], N)
-    if name == "topk":
+    if name in ("topk", "pulse"):
         length = sum(_places_bytes(k, N))
         places, body = _elias_fano_places(body[:length], k, N), body[length:]
     else:
@@ -309,9 +327,55 @@ def _unpack(packed: bytes, bits: int, N: int) -> np.ndarray:
     return (each.reshape(N, bits).astype(int) << np.arange(bits)).sum(1)
 
 
+def _as_bf16(x: np.ndarray) -> np.ndarray:
+    """The nearest BF16 value of each element, infinity beyond the largest."""
+    bits = x.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(f32)
+
+
+def _num_per_block(options: dict, N: int) -> list[int]:
+    """The number of elements that each block keeps."""
+    K, k = options["block"], options["k"]
+    return [k] * (N // K) + [math.ceil(N % K * k / K)] * (N % K > 0)
+
+
+def _encode_largest_of_blocks(options: dict, x: np.ndarray) -> bytes:
+    """The places, each block's bounds, and two bits for each element."""
+    places, bounds, codes = [], b"", []
+    for i, k in enumerate(_num_per_block(options, len(x))):
+        block = x[i * options["block"] : (i + 1) * options["block"]]
+        columns = np.sort(np.argsort(-np.abs(block), kind="stable")[:k])
+        places.append(columns + i * options["block"])
+        sizes = np.abs(block[columns])
+        bound = _nearest_codes(np.array([sizes.min(), sizes.max()]), 1.0, FORMATS["bf16"])
+        bounds += bound.astype("<u2").tobytes()
+        a, c = _values(bound, 1.0, FORMATS["bf16"])
+        middle = f32(a + f32(f32(c - a) * f32(0.5)))
+        codes.append(2 * np.signbit(block[columns]) + (sizes >= middle))
+    if not places:
+        return b""
+    return _elias_fano(np.concatenate(places), len(x)) + bounds + _pack(np.concatenate(codes), 2)
+
+
+def _decode_largest_of_blocks(options: dict, body: bytes, N: int) -> np.ndarray:
+    x, kept = np.zeros(N, f32), _num_per_block(options, N)
+    start, k = sum(_places_bytes(sum(kept), N)), sum(kept)
+    places = _elias_fano_places(body[:start], k, N)
+    bounds = _values(np.frombuffer(body, "<u2", 2 * len(kept), start).astype(int), 1.0, FORMATS["bf16"])
+    codes = _unpack(body[start + 4 * len(kept) :], 2, k)
+    for i, ((a, c), end) in enumerate(zip(bounds.reshape(-1, 2), np.cumsum(kept), strict=True)):
+        mine = slice(end - kept[i], end)
+        if (places[mine] // options["block"] != i).any() or not 0 <= a <= c:
+            raise ValueError("places or bounds that are not written")
+        quarter = f32(f32(c - a) * f32(0.25))
+        levels = np.array([f32(a + quarter), f32(c - quarter)], f32)
+        x[places[mine]] = np.where(codes[mine] >= 2, -1, 1).astype(f32) * levels[codes[mine] % 2]
+    return x
+
+
 def _num_values(name: str, density: float, N: int) -> int:
     mean = density * N
-    return min(math.ceil(mean) if name == "topk" else math.ceil(mean + 6 * math.sqrt(mean)) + 16, N)
+    return min(math.ceil(mean) if name in ("topk", "pulse") else math.ceil(mean + 6 * math.sqrt(mean)) + 16, N)
 
 
 def _mask(density: float, N: int, key: Key) -> np.ndarray:

@@ -191,6 +191,12 @@ static void drive_sparse(int64_t n) {
         places_pack(places, k, num_low, low, high);
         int bad = places_unpack(low, high, num_high, k, num_low, n, again);
         if (bad || memcmp(places, again, 8 * k)) wrong = 1, fprintf(stderr, "other places, %ld of %ld\n", (long)k, (long)n);
+        int64_t block = n / 2 + 1, size = 4 * n + 8;
+        float *of_blocks = malloc(4 * size), *gated = malloc(4 * n);
+        int64_t *in_blocks = malloc(8 * size);
+        blocks_select(x, 0, n, block, k < block ? k : block, of_blocks, in_blocks);
+        gate(x, of_blocks, n, 1, gated), gate(x, of_blocks, n, 0, gated);
+        free(of_blocks), free(gated), free(in_blocks);
         places_write(again, kept, k, x, 1);
         for (int64_t i = 0; i < (num_high + 7) / 8; i++) high[i] = (uint8_t)any();
         places_unpack(low, high, num_high, k, num_low, n, again);

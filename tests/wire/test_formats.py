@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.wire.cases import NAMES, SPECS
 
 from diloco.wire import CODECS, codec
-from diloco.wire.formats import FORMATS, Blocks, Sparse, parse
+from diloco.wire.formats import FORMATS, Blocks, Placed, Share, parse
 
 
 def test_names_options_and_lengths_need_no_torch():
@@ -47,11 +47,13 @@ def test_bits_a_value_by_hand():
     for name, kind in FORMATS.items():
         if issubclass(kind, Blocks):
             assert parse(f"{name}:block=64").bits_per_value == kind.bits + kind.scale_bytes / 8
-        elif issubclass(kind, Sparse):
+        elif issubclass(kind, Share):
             # One place in 16 takes 4 low bits, its own bit of the vector, and one bit for every 16 places.
-            places = (4 + 1 + 1) / 16 if name == "topk" else 0
+            places = (4 + 1 + 1) / 16 if issubclass(kind, Placed) else 0
             spec = parse(f"{name}:density=0.0625,values=bf16")
             assert spec.bits_per_value == pytest.approx(1 + places, rel=1e-12)
+    # 64 of 4096: 6 low bits, 2 of the vector and 2 of the value each; two bounds of 16.
+    assert parse("sparseloco").bits_per_value == pytest.approx((64 * (6 + 2 + 2) + 32) / 4096, rel=1e-12)
 
 
 @settings(max_examples=50)
@@ -93,6 +95,13 @@ def test_a_mask_has_room_for_six_standard_deviations_more_than_its_mean(name):
         ("topk:density=1.5", r"topk: density must be from 2\^-32 to 1, not 1.5"),
         ("topk:density=nan", r"topk: density must be from 2\^-32 to 1, not nan"),
         ("topk:values=topk", r"topk: values=topk must be one of fp32, bf16"),
+        ("pulse:mask=fp16", r"pulse:mask=fp16': mask must be bf16\|fp32, not 'fp16'"),
+        (
+            "sparseloco:k=63",
+            r"sparseloco: k must be a multiple of 4 and at most block, .* not k=63 and block=4096",
+        ),
+        ("sparseloco:block=60", r"at most block, and block at most 8192, not k=64 and block=60"),
+        ("sparseloco:block=8196", r"block at most 8192, not k=64 and block=8196"),
     ],
 )
 def test_a_wire_that_does_not_exist_is_refused(spec, message):

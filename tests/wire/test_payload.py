@@ -40,12 +40,15 @@ def test_the_conformance_vectors(how, wire):
     assert len(chosen) >= 6
     with implementation(how):
         for vector in chosen:
-            key, delta = Key(*vector["key"]), np.array([float.fromhex(x) for x in vector["input"]], f32)
-            payload = encode(vector["wire"], delta, key, base=vector.get("base", 0))
-            assert base_of(payload) == vector.get("base", 0)
+            key, base = Key(*vector["key"]), vector.get("base", 0)
+            delta, expected = (
+                np.array([float.fromhex(x) for x in vector[part]], f32) for part in ("input", "decoded")
+            )
+            outer = np.array([float.fromhex(x) for x in vector["outer"]], f32) if "outer" in vector else None
+            payload = encode(vector["wire"], delta, key, base=base, outer=outer)
+            assert base_of(payload) == base
             assert payload.numpy().tobytes().hex() == vector["payload"], vector["name"]
-            assert payload.numpy().tobytes() == reference.encode(vector["wire"], delta, key, vector.get("base", 0))
-            expected = np.array([float.fromhex(x) for x in vector["decoded"]], f32)
+            assert payload.numpy().tobytes() == reference.encode(vector["wire"], delta, key, base, outer)
             assert_same_bits(decode(vector["wire"], payload, len(delta), key), expected)
 
 
@@ -129,7 +132,8 @@ def test_a_payload_of_another_codec_or_length_is_refused(wire):
     [(wire, {1: 255 - reference.FORMATS[wire].E}) for wire in SCALED_FLOATS]
     + [(wire, {4 + 3: 255}) for wire in INTEGERS]
     + [(wire, {3: 0xBF, 2: 0x80}) for wire in INTEGERS]
-    + [(wire, {3: 0x7F, 2: 0xC0}) for wire in ("fp32", "topk", "feddropout", "dare")]
+    + [(wire, {3: 0x7F, 2: 0xC0}) for wire in ("fp32", "topk", "feddropout", "dare", "pulse")]
+    + [("sparseloco", {2: 0, 3: 0}), ("sparseloco", {2: 0x80, 3: 0x7F}), ("sparseloco", {0: 0, 1: 0x80 | 0x3F})]
     + [("bf16", {1: 0x7F, 0: 0x80}), ("fp16", {1: 0x7C, 0: 0})]
     + [("e4m3", {2 + 299: 0x7F}), ("e5m2", {2: 0xFC})]
     + [("int8", {8 + 299: 0x80}), ("int4", {8 + 149: 0x80}), ("int2", {8 + 74: 0x80})]
@@ -137,7 +141,7 @@ def test_a_payload_of_another_codec_or_length_is_refused(wire):
 )
 def test_a_body_that_stands_for_no_finite_number_is_refused_though_its_checksum_is_right(how, wire, damaged):
     payload = codec(wire).encode(torch.arange(300.0))
-    start = HEADER_BYTES + (codec(wire).places_bytes(300) if wire == "topk" else 0)
+    start = HEADER_BYTES + (codec(wire).places_bytes(300) if wire in ("topk", "sparseloco", "pulse") else 0)
     for place, value in damaged.items():
         payload[place + start] = value
     sealed(payload)

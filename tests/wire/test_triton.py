@@ -48,7 +48,13 @@ def test_sparse_and_cast_kernels_compile_for_gpus(capability, tmp_path, monkeypa
     from diloco.wire.kernels import gpu, triton_casts, triton_sparse
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    vectors = {"delta_ptr": "*fp32", "to_ptr": "*fp32", "kept_ptr": "*fp32", "places_ptr": "*i64"}
+    vectors = {
+        "outer_ptr": "*fp32",
+        "delta_ptr": "*fp32",
+        "to_ptr": "*fp32",
+        "kept_ptr": "*fp32",
+        "places_ptr": "*i64",
+    }
     names = "counts_ptr", "bad_ptr", "least_ptr", "threshold_ptr", "above_ptr", "equal_ptr"
     counts = dict.fromkeys(names, "*i32")
     sums = dict.fromkeys(("ends_ptr", "ties_ptr"), "*i64")
@@ -64,6 +70,9 @@ def test_sparse_and_cast_kernels_compile_for_gpus(capability, tmp_path, monkeypa
         (triton_sparse.histogram, types, {"UPPER": False, "GROUP": 1, "COPIES": 8}),
         (triton_sparse.largest_counts, types, {}),
         (triton_sparse.largest_pack, ends, {}),
+        (triton_sparse.block_pack, types, {"BLOCK": 1024, "KEPT": 16}),
+        (triton_sparse.gate, types, {"BF16": True}),
+        (triton_sparse.gate, types, {"BF16": False}),
     ]
     for mantissa, code in ((23, "*i32"), (7, "*i16"), (10, "*i16")):
         packed = types | {"delta_ptr": "*i32", "body_ptr": code}

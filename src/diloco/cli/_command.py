@@ -81,6 +81,7 @@ def parsed(kind: Callable[..., Any], arguments: Sequence[str], *, prog: str, **o
         UserError: for what can't be parsed, and for values that one of our configs refuses.
         SystemExit: after help.
     """
+    arguments = _whole_names(kind, arguments)
     plain = _with_plain_numbers(kind, arguments, prog)
     try:
         with redirect_stderr(io.StringIO()), styled():
@@ -92,6 +93,16 @@ def parsed(kind: Callable[..., Any], arguments: Sequence[str], *, prog: str, **o
     if unknown:
         raise _unknown_word(unknown, arguments, kind, prog, getattr(value, "config", None))
     return value
+
+
+def _whole_names(kind: Callable[..., Any], arguments: Sequence[str]) -> list[str]:
+    """The command line with `--optimizer.name` where it has `--optimizer`: a section has no value of its own."""
+    own, words = set(fields_of(kind)), []
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        is_section = name.startswith("--") and f"{field_of(name)}.name" in own - {field_of(name)}
+        words.append(f"{name}.name{equals}{value}" if is_section else word)
+    return words
 
 
 def _with_plain_numbers(kind: Callable[..., Any], arguments: Sequence[str], prog: str) -> list[str]:

@@ -40,6 +40,8 @@ NAMES = {
     "optimizer.beta1": "adam_beta1",
     "optimizer.beta2": "adam_beta2",
     "optimizer.clip_norm": "clip clip_grad_norm grad_clip gradient_clip_val max_grad_norm max_norm",
+    "optimizer.momentum": "muon_momentum",
+    "optimizer.name": "inner_optimizer optim optimizer_name optimizer_type",
     "optimizer.learning_rate": "inner_lr lr matrix_lr max_lr peak_lr",
     "optimizer.schedule": "lr_schedule lr_scheduler lr_scheduler_type scheduler",
     "optimizer.warmup_steps": "num_warmup_steps warmup warmup_iters",
@@ -71,10 +73,6 @@ SENTENCES = {
     "use_wandb wandb wandb_log wandb_project wandb_run_name": "type --trackers wandb",
     "tb tensorboard": "type --trackers tensorboard",
     "mlflow": "type --trackers mlflow",
-    "optim optimizer optimizer_name optimizer_type": (
-        "the inner optimizer is AdamW, set by --optimizer.learning-rate and the like; a loop of your own takes "
-        "any torch optimizer"
-    ),
     "lr_decay min_lr min_lr_ratio": "the last learning rate is a part of the peak: --optimizer.final-fraction 0.1",
     "dropout attention_dropout": "the models have no dropout: leave it out",
     "log_every log_interval logging_steps": "every step is in metrics-0.jsonl: leave it out",
@@ -112,6 +110,10 @@ VALUES = {
         **dict.fromkeys(("fsdp", "zero"), "type --shards-per-replica 2 to shard each replica of any method"),
         "opendiloco": "diloco",
         **dict.fromkeys(("streaming_diloco", "streamingdiloco"), "streaming_overlapped_fp4"),
+    },
+    "optimizer.name": {
+        **dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "fused_adamw"), "adamw"),
+        **dict.fromkeys(("adamw_schedule_free", "schedule_free_adamw", "schedulefree"), "schedule_free"),
     },
     "diloco.fragments": {"none": "whole", "all": "whole", "layers": "strided"},
     "to": {

@@ -61,8 +61,8 @@ def law_lines(config: TrainConfig) -> list[str]:
         f"learning rate {base.optimizer.learning_rate:.3g}": config.optimizer.learning_rate
         == base.optimizer.learning_rate,
         f"batches of {base.global_batch} sequences": config.tokens_per_step == base.tokens_per_step,
-        f"η {base.diloco.outer_learning_rate:g}": not is_baseline
-        and config.diloco.outer_learning_rate == base.diloco.outer_learning_rate,
+        f"η {base.diloco.outer_learning_rate}": not is_baseline
+        and config.diloco.outer_rule == base.diloco.outer_rule,
     }
     taken = ", ".join(text for text, is_taken in values.items() if is_taken)
     whose = "Data-Parallel" if is_baseline else f"M = {base.num_replicas}"

@@ -29,10 +29,11 @@ def _prepare(output: Path, data: Annotated[DataConfig, tyro.conf.arg(name="")] =
         output: Directory to write to.
         data: The text and its tokenizer.
     """
-    if data.prepared is not None or data.cache != DataConfig.cache:
+    if data.prepared is not None or data.cache != DataConfig.cache or data.max_train_tokens is not None:
         raise UserError(
-            "data.prepared and data.cache mean nothing here, where text is prepared in output: leave both out",
-            *("data.prepared", "data.cache", "output"),
+            "data.prepared, data.cache and data.max_train_tokens mean nothing here, where all text is prepared in "
+            "output: leave them out, and give the last to diloco train",
+            *("data.prepared", "data.cache", "data.max_train_tokens", "output"),
         )
     with preparation_progress(Screen(stderr=True)) as progress:
         prepare(data, output, progress=progress)

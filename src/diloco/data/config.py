@@ -33,6 +33,9 @@ class DataConfig:
     max_train_bytes: int | None = None
     """Bytes of UTF-8 after which training text ends, with the document that reaches them; None is all text. With a
     vocabulary of 32,000, a token is four to five bytes of English."""
+    max_train_tokens: int | None = None
+    """Tokens of the prepared training text that a run reads, the first ones; None is all. One preparation serves
+    runs of several sizes."""
     max_document_bytes: int = field(default=2**26, metadata={"may_change_on_resume": True})
     """Bytes of the longest document, and of the longest line of `.jsonl`; a longer one is refused.
 
@@ -73,6 +76,11 @@ class DataConfig:
             raise UserError(
                 f"data.max_train_bytes={self.max_train_bytes} must be at least 1: leave it out to read all text",
                 "data.max_train_bytes",
+            )
+        if self.max_train_tokens is not None and self.max_train_tokens < 1:
+            raise UserError(
+                f"data.max_train_tokens={self.max_train_tokens} must be at least 1: leave it out to read all",
+                "data.max_train_tokens",
             )
         if not 1 <= self.max_document_bytes <= 2**31 - 1:
             raise UserError(

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -28,6 +28,10 @@ from diloco.files import num_cores
 
 PIECES_ALONE = 8
 """Pieces up to which a text is tokenized by this process alone: others would take longer to start."""
+
+SECONDS_OF_A_PIECE = 600.0
+"""Time in which a process answers, and a second more per 100 kB; one that does not stands still."""
+_BYTES_A_SECOND = 1e5
 
 Place = tuple[int, int]
 """A piece's source and its number in it, both counted from 0."""
@@ -151,6 +155,8 @@ class Encoders:
         self._threads = ThreadPoolExecutor(self._num_processes or 1)
         self._of_thread = threading.local()
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._pids: dict[Place, int] = {}
+        """The processes that encode a piece now, by piece; the first has done so for the longest time."""
 
     def __enter__(self) -> "Encoders":
         return self
@@ -166,7 +172,7 @@ class Encoders:
         """The encoded pieces of tasks, in the order of these, of which a few are read ahead.
 
         Raises:
-            UserError: if reading the tasks does, after those before; if a process was killed.
+            UserError: if reading the tasks does, after those before; if a process was killed, or stands still.
         """
         asked = _until_refused(tasks)
         head = list(islice(asked, PIECES_ALONE)) if self._num_processes else []
@@ -174,13 +180,29 @@ class Encoders:
         if len(head) < PIECES_ALONE:
             yield from map(self._encode_here, asked)
             return
-        pending, ahead = deque[Future[Encoded]](), 2 * self._num_processes
+        pending, ahead = deque[tuple[Task | UserError, Future[Encoded]]](), 2 * self._num_processes
         for one in asked:
-            pending.append(self._threads.submit(self._ask, one))
+            pending.append((one, self._threads.submit(self._ask, one)))
             if len(pending) > ahead:
-                yield pending.popleft().result()
+                yield self._answer(*pending.popleft())
         while pending:
-            yield pending.popleft().result()
+            yield self._answer(*pending.popleft())
+
+    def _answer(self, task: Task | UserError, answer: Future[Encoded]) -> Encoded:
+        """Wait for what `_ask` returns, bounded in time."""
+        if not isinstance(task, UserError):
+            seconds = SECONDS_OF_A_PIECE + task.piece.read_bytes / _BYTES_A_SECOND
+            if wait([answer], seconds).not_done:
+                # It may not have been asked yet, since another one is waited for.
+                place = task.place if task.place in self._pids else next(iter(self._pids))
+                source = (*self._arguments[0].train, *self._arguments[0].held_out)[place[0]]
+                raise UserError(
+                    f"process {self._pids[place]}, which tokenizes a part of {source}, gave no answer within "
+                    f"{seconds:.0f} s: it was stopped, or this computer is too busy: prepare the text again, and "
+                    "take fewer by data.workers",
+                    "data.workers",
+                )
+        return answer.result()
 
     def _encode_here(self, task: Task | UserError) -> Encoded:
         if isinstance(task, UserError):
@@ -191,7 +213,7 @@ class Encoders:
         if isinstance(task, UserError):
             raise task
         try:
-            connection = self._connection()
+            connection, self._pids[task.place] = self._connection()
             connection.send(task)
             answer = connection.recv()
         except (EOFError, OSError) as error:  # OSError also inside a message
@@ -200,12 +222,14 @@ class Encoders:
                 " documents",
                 "data.workers",
             ) from error
+        finally:
+            self._pids.pop(task.place, None)
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
-    def _connection(self) -> Any:
-        """The connection to this thread's process, which is started now if it is not yet.
+    def _connection(self) -> tuple[Any, int]:
+        """The connection to this thread's process, which is started now if it is not yet, and its number.
 
         It is no process of multiprocessing's: those begin with the user's program, which may come here again.
         """
@@ -224,7 +248,8 @@ class Encoders:
                 )
             self._processes.append(process)
             self._of_thread.connection.send(self._arguments)
-        return self._of_thread.connection
+            self._of_thread.pid = process.pid
+        return self._of_thread.connection, self._of_thread.pid
 
 
 def _until_refused(tasks: Iterable[Task]) -> Iterator[Task | UserError]:

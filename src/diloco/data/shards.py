@@ -10,7 +10,7 @@ DIR/index.json             all settings and counts; written last, so that a dire
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from diloco.data.config import DataConfig
 from diloco.errors import FileError, UserError
 from diloco.files import write_json
 from diloco.schema import Count, converted, read_json
@@ -221,6 +222,15 @@ class TokenShards:
     def _unchecked(self) -> set[int]:
         return set(range(len(self.checks)))
 
+    def first(self, num_tokens: int | None) -> "TokenShards":
+        """The first tokens alone, at most so many; all for None. `num_bytes` stays that of the whole text."""
+        if num_tokens is None or num_tokens >= self.num_tokens:
+            return self
+        last = int(np.searchsorted(self._ends, num_tokens))
+        rest = num_tokens - (int(self._ends[last - 1]) if last else 0)
+        shards = (*self.shards[:last], self.shards[last][:rest])
+        return replace(self, shards=shards, checks=self.checks[: last + 1])
+
     def num_windows(self, length: int) -> int:
         """The number of windows of `length` + 1 tokens at stride `length`: (num_tokens − 1) // length.
 
@@ -279,6 +289,12 @@ def open_split(directory: Path, split: Split) -> TokenShards:
             for path, shard in zip(paths, index.splits[split], strict=True)
         ),
     )
+
+
+def open_training_text(data: DataConfig) -> TokenShards:
+    """The training text that a run reads, of a config whose text is prepared; errors as those of `open_split`."""
+    assert data.prepared is not None, "the text is prepared"
+    return open_split(data.prepared, "train").first(data.max_train_tokens)
 
 
 _NAMES: dict[Split, str] = {"train": "training text", "held_out": "held-out text"}

@@ -5,12 +5,13 @@ Shapes: N elements of one fragment that this process holds.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
+import msgspec
 import torch
 from torch import Tensor
 
-from diloco.engine.outer_state import ERROR, OUTER
+from diloco.engine.outer_state import ERROR, OUTER, SENT_THETA
 from diloco.engine.parameters import own_place
 from diloco.engine.replica import Replica
 from diloco.engine.settings import Settings
@@ -44,6 +45,8 @@ class _FixedValues(_Values):
     drained_step: Count
     in_flight: list[tuple[Count, Count, Count]]
     """Fragment, round and step of each flight."""
+    weighed: list[tuple[Count, Annotated[float, msgspec.Meta(ge=0)]]]
+    """The tokens read up to the fragment's last send, and the amount that it was weighed by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +217,8 @@ def agree_or_refuse(transport: Transport, facts: Mapping[str, object], refusal: 
 
 def _accepted(replica: Replica, num_replicas: int, state: object) -> tuple[dict[str, Any], tuple[str, ...]]:
     values = _values(state, _FixedValues)
-    _check_lengths(values, ("last_sent",), len(values["fragments"]))
-    checked = {**cast(Mapping[str, Any], state), **values}
+    _check_lengths(values, ("last_sent", "weighed"), len(values["fragments"]))
+    checked = {SENT_THETA: {}, **cast(Mapping[str, Any], state), **values}
     _check_settings(replica, num_replicas, checked)
     flying = [fragment for fragment, *_ in checked["in_flight"]]
     if len(set(flying)) < len(flying) or not set(flying) <= set(range(replica.state.num_fragments)):
@@ -266,7 +269,9 @@ def _check_names(replica: Replica, state: Mapping[str, Any], own: Mapping[str, T
         refuse_names("lacks", unfrozen, OUTER)
     refuse_names("lacks", (name for name in unfrozen if name in listed), OUTER)
     check_like(OUTER, saved, own)
-    kinds = [kind for kind in replica.state.kinds[1:] if kind != ERROR or _keeps_error(replica, state)]
+    needless = {ERROR} - ({ERROR} if _keeps_error(replica, state) else set())
+    needless |= set() if state["in_flight"] else {SENT_THETA}
+    kinds = [kind for kind in replica.state.kinds[1:] if kind not in needless]
     for kind in kinds:
         refuse_names("lacks", (name for name in saved if name not in state[kind]), kind)
         refuse_names("has", (name for name in state[kind] if name not in saved), kind)
@@ -296,9 +301,9 @@ def _completed(replica: Replica, state: dict[str, Any], own: Mapping[str, Tensor
         zero = torch.zeros((), dtype=torch.float32, device="cpu")
         lacking = theta if kind == OUTER else {n: zero.expand(t.shape) for n, t in theta.items()}
         state[kind] = {name: saved.get(name, lacking[name]) for name in own}
-    steps = zip(state["fragments"], state["last_sent"], strict=True)
-    by_name = {name: step for names, step in steps for name in names}
-    state["last_sent"] = [min(by_name.get(name, 0) for name in names) for names in _fragments_of(replica)]
+    for kind, none in (("last_sent", 0), ("weighed", (0, 0.0))):
+        by_name = {n: v for names, v in zip(state["fragments"], state[kind], strict=True) for n in names}
+        state[kind] = [min(by_name.get(name, none) for name in names) for names in _fragments_of(replica)]
     return state
 
 

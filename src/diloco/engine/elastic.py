@@ -22,9 +22,10 @@ from diloco.engine.parameters import FragmentParameters
 from diloco.engine.replica import Membership, Replica
 from diloco.errors import DisagreementError, ExchangeError, UserError
 from diloco.exchange.transport import fail_together
+from diloco.outer.averages import decoded
 from diloco.outer.cohort import Cohort
 from diloco.outer.digest import outer_digest
-from diloco.outer.merge import MergeRule, Mixing, Translation
+from diloco.outer.merge import MergeRule, Mixing, Past, Translation
 from diloco.outer.step import OuterStep, merge_in_place
 from diloco.rendezvous.contract import (
     MOST_DECISIONS_PER_FRAGMENT,
@@ -51,13 +52,9 @@ def remade(
     def make_average() -> Tensor:
         return decided_average(form, decision, content, empty(size, torch.float32, device)).divided()
 
-    def make_deltas() -> Iterator[Tensor]:
-        for key in decision.keys(form):
-            if content.payloads:  # with averages nobody has all payloads
-                to_N = empty(size, torch.float32, device)
-                yield form.codec.decode_into(to_N, content.payloads[key.replica].data, key)
-
-    return make_average, make_deltas
+    payloads = {member: payload.data for member, payload in content.payloads.items()}
+    keys = decision.keys(form) if payloads else []  # with averages nobody has all payloads
+    return make_average, partial(decoded, form.codec, payloads, keys, size, device)
 
 
 _LOG = logging.getLogger("diloco")
@@ -255,7 +252,7 @@ class ElasticMembership(Membership):
             values_N = flight.own()  # before there is a checksum to verify
             with replica.naming_non_finite(sync):
                 flight.seal()
-            used = replica.on_send(sync, values_N.clone)
+            used = replica.on_send(sync, values_N.clone, Cohort.equal(1))
             self._take_digests(p, used)  # the rule may have changed them
         then_tokens, then_steps = self.counted[p]
         tokens, steps = replica.tokens - then_tokens, step - then_steps
@@ -372,7 +369,7 @@ class ElasticMembership(Membership):
         replica.bytes_received += content.bytes_received
         replica.bytes_sent += content.bytes_sent
         makers = remade(self.form, decision, content, replica.parameters.device)
-        return replica.described(sync, *makers, cohort=decision.cohort)
+        return replica.described(sync, *makers, replica.samples.get(p), cohort=decision.cohort)
 
     def _refuse_equal(self, decision: Decision, content: Content) -> None:
         """Refuse to go on if another replica's newest outer gradients of all fragments were equal to the own ones.
@@ -403,10 +400,10 @@ class ElasticMembership(Membership):
         before_N = replica.state.use(OUTER, p).clone()
         self._read(p, stored)
         with replica.parameters.merging(p, replica.num_steps) as theta:
-            merge_in_place(theta, replica.state.use(OUTER, p), mixing, before_N)
+            merge_in_place(theta, replica.state.use(OUTER, p), mixing, Past(before_N))
         size, device = self.form.sizes[p], replica.parameters.device
         zeros = partial(torch.zeros, size, dtype=torch.float32, device=device)
-        return replica.described(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()))
+        return replica.described(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()), None)
 
     def _read(self, p: int, stored: StoredSnapshot) -> None:
         """Take Θ_p and the slots from a snapshot."""

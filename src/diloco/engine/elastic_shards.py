@@ -280,6 +280,10 @@ class GatheredParameters(FragmentParameters):
         """The shape of what a flat vector holds of a parameter: the whole."""
         return parameter.shape
 
+    def sum_over_parts(self, values: Tensor) -> Tensor:
+        """The values: the first process, which takes the outer steps, has the whole."""
+        return values
+
     def flat(self, fragment: int) -> Tensor:
         """A copy of θ_p, FP32 (N)."""
         self.inside.together(Call.THETA, fragment)
@@ -544,7 +548,7 @@ class FollowingMembership(Membership):
             return (nothing() for _ in range(taken.num_deltas))
 
         sync = Sync(taken.fragment, taken.round, taken.step)
-        return self.replica.described(sync, nothing, deltas)
+        return self.replica.described(sync, nothing, deltas, None)
 
 
 class _Taken(msgspec.Struct):

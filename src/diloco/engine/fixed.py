@@ -3,6 +3,7 @@
 Shapes: N elements of one fragment that this process holds.
 """
 
+import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,12 +24,12 @@ from diloco.exchange.notices import in_thread
 from diloco.exchange.process_group import Answers
 from diloco.exchange.transport import SAME_NUMBER_OF_STEPS, Channel, Tag, Transport, agree, fail_together
 from diloco.outer.averages import Average
-from diloco.outer.cohort import Cohort
+from diloco.outer.cohort import Cohort, amount_of
 from diloco.outer.digest import parameters_hash
 from diloco.outer.step import OuterStep
 from diloco.schedule import Due, Sync
 from diloco.wire import codec
-from diloco.wire.payload import Key
+from diloco.wire.payload import Key, checksum
 
 _SAME_PARAMETERS = (
     "set the same seed before the model is made, make its parts in the same order, and build the engine before a "
@@ -41,7 +42,8 @@ def exchange(
 ) -> Callable[[], dict[int, Tensor]]:
     """Start to bring every member what it needs of a flight that is sealed.
 
-    A second phase follows in a thread as soon as the first is over.
+    A second phase follows in a thread as soon as the first is over. Where the weights are not equal, each payload
+    of the first has its sender's amount behind it, and the flight's cohort is made of all of them.
 
     Args:
         transport: the way to the others.
@@ -54,12 +56,19 @@ def exchange(
     reduction, size, key, cohort = flight.reduction, flight.num_elements, flight.key, flight.cohort
     tag = Tag(Channel.PAYLOAD, key.fragment, key.round, shard=key.shard, step=flight.sync.step)
     addressed = reduction.addressed(flight.payloads, cohort)
-    first = _Phase(transport, addressed, tag, None if check is None else partial(check, flight))
+    first = _Phase(transport, addressed, tag, None if check is None else partial(check, flight), flight.amount)
+
+    def receive() -> dict[int, Tensor]:
+        received = first.wait()
+        if flight.amount is not None:
+            flight.cohort = Cohort.weighted(first.amounts)
+        return received
+
     if reduction.num_phases == 1:
-        return first.wait
+        return receive
 
     def relay() -> dict[int, Tensor]:
-        average = reduction.relay(first.wait(), size, key, cohort)
+        average = reduction.relay(receive(), size, key, flight.cohort)
         return _Phase(transport, dict.fromkeys(cohort.members, average), tag._replace(phase=1)).wait()
 
     return in_thread(relay).result
@@ -74,17 +83,48 @@ class _Phase:
         payloads: Mapping[int, Tensor],
         tag: Tag,
         check: Callable[[Mapping[int, Tensor]], None] | None = None,
+        amount: float | None = None,
     ) -> None:
         others = {member: payload for member, payload in payloads.items() if member != transport.replica}
         self._own = {transport.replica: payloads[transport.replica]}
-        self._pending = transport.start(others, tag)
+        self.amounts = {} if amount is None else {transport.replica: amount}
+        """By member the amount that its weight is in proportion to, once its payload has come."""
+        self._pending = transport.start(others if amount is None else _with_amount(others, amount), tag)
         self._check = check
 
     def wait(self) -> dict[int, Tensor]:
-        received = {**self._pending.wait(), **self._own}
+        received = self._pending.wait()
+        if self.amounts:
+            self.amounts |= {member: _amount_behind(payload, member) for member, payload in received.items()}
+            received = {member: payload[:-_AMOUNT_BYTES] for member, payload in received.items()}
+        received = {**received, **self._own}
         if self._check is not None:
             self._check(received)
         return received
+
+
+_AMOUNT_BYTES = 16
+"""A double (little-endian), and its checksum."""
+
+
+def _with_amount(payloads: Mapping[int, Tensor], amount: float) -> dict[int, Tensor]:
+    """Payloads with this replica's amount behind them."""
+    packed = struct.pack("<d", amount)
+    behind = torch.frombuffer(bytearray(packed + checksum(packed).to_bytes(8, "little")), dtype=torch.uint8)
+    longer = {id(payload): torch.cat((payload, behind.to(payload.device))) for payload in payloads.values()}
+    return {member: longer[id(payload)] for member, payload in payloads.items()}
+
+
+def _amount_behind(payload: Tensor, member: int) -> float:
+    """The amount behind a payload.
+
+    Raises:
+        PayloadError: if it is damaged.
+    """
+    behind = payload[-_AMOUNT_BYTES:].cpu().numpy().tobytes()
+    if checksum(behind[:8]) != int.from_bytes(behind[8:], "little"):
+        raise PayloadError(f"replica {member}: the weight behind its payload was damaged on the way, or in memory")
+    return struct.unpack("<d", behind[:8])[0]
 
 
 class FixedMembership(Membership):
@@ -106,6 +146,8 @@ class FixedMembership(Membership):
         """The way to wait for a GPU before something is sent."""
         self.in_flight: list[Flight] = []
         """In the order in which they were sent."""
+        self.weighed = [(0, 0.0)] * replica.state.num_fragments
+        """For each fragment the tokens read up to its last send, and the amount that it was weighed by."""
         self.drained_step = 0
         """The last step at which `finish` merged everything that was sent."""
         self._schedule, self._due = replica.settings.schedule, Due((), ())
@@ -179,17 +221,39 @@ class FixedMembership(Membership):
             # Copies that drift apart have done so by the first send.
             replica.parameters.check_copies(sync.fragment for sync in syncs if sync.round == 1)
             replica.check_parameters(sync.fragment for sync in syncs)
+            amounts = [self._amount(sync) for sync in syncs]
             with replica.record.encoding():
                 flights = [self._encode(sync) for sync in syncs]
             for flight in flights:
-                replica.lane.queue(partial(replica.on_send, flight.sync, flight.own))
-        for flight in flights:
+                replica.lane.queue(partial(replica.on_send, flight.sync, flight.own, flight.cohort))
+        for flight, own_amount in zip(flights, amounts, strict=True):
             p, error_N, flight.error_N = flight.sync.fragment, flight.error_N, None
+            flight.amount, self.weighed[p] = own_amount, (replica.tokens, own_amount or 0.0)
+            if replica.settings.outer.merges_at_send:
+                replica.enter_outer(p)
             if error_N is not None:
                 replica.lane.queue(partial(replica.keep_error, p, error_N))
             self._start(flight)
             replica.bytes_sent += self._fragment_bytes[p]
             replica.last_sent[p] = flight.sync.step
+
+    def _amount(self, sync: Sync) -> float | None:
+        """The amount that this replica's outer gradient is weighed by; None with equal weights.
+
+        Raises:
+            UserError: if no token was read since the fragment's last send.
+        """
+        replica, weights, p = self.replica, self.replica.settings.weights, sync.fragment
+        if weights == "equal":
+            return None
+        tokens, steps = replica.tokens - self.weighed[p][0], sync.step - replica.last_sent[p]
+        if tokens <= 0:
+            raise UserError(
+                f"step {sync.step}: the last {steps} inner steps read no token, and weights={weights} weighs by "
+                "them: pass engine.step(tokens=…), or engine.attach(optimizer, tokens=…)",
+                "tokens",
+            )
+        return float(amount_of(weights, tokens=tokens, steps=steps))
 
     def _encode(self, sync: Sync) -> Flight:
         """The flight of a fragment; on a CPU it is sealed."""
@@ -377,6 +441,7 @@ class FixedMembership(Membership):
                     vector_N.copy_(parameters.flat(p))
                 else:
                     vector_N.zero_()
+        self.weighed = [(self.replica.tokens, 0.0)] * state.num_fragments
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of this replica that resumes, what is in flight included.
@@ -390,6 +455,7 @@ class FixedMembership(Membership):
             "fragments": [list(fragment.parameters) for fragment in settings.fragments],
             **replica.counters(),
             "drained_step": self.drained_step,
+            "weighed": [list(each) for each in self.weighed],
             **{kind: named(replica.state.at_home(kind)) for kind in replica.state.kinds},
             "in_flight": [list(flight.sync) for flight in self.in_flight],
             "sent": named(self._sent()),
@@ -420,7 +486,7 @@ class FixedMembership(Membership):
         for kind in replica.state.kinds:
             for p, flat_N in enumerate(replica.state.at_home(kind)):
                 flat_N.copy_(replica.parameters.flat_of(p, accepted[kind]))
-        self.in_flight = []
+        self.in_flight, self.weighed = [], list(accepted["weighed"])
         # In fp32, since what was sent is rounded already: so the state may be cut into other shards.
         reduction = replica.reduction.with_wire(codec("fp32"))
         sent_from = torch.device("cpu") if replica.lane.is_apart else replica.parameters.device
@@ -434,6 +500,7 @@ class FixedMembership(Membership):
                     num_elements=sent_N.numel(),
                     reduction=reduction,
                     payloads=reduction.encode(sent_N, key, self.cohort),
+                    amount=None if replica.settings.weights == "equal" else self.weighed[sync.fragment][1],
                 )
             )
         # With nothing in flight nothing is left to merge, whatever another schedule would have sent.

@@ -13,7 +13,9 @@ from diloco.outer.digest import outer_digest
 from diloco.wire.kernels.memory import empty
 
 OUTER, ERROR = "outer", "error"
-"""The kinds of vectors that are not slots of the outer rule: Θ, and the error e of error feedback."""
+"""The kinds of vectors that are not slots of a rule: Θ, and the error e of error feedback."""
+SENT_THETA = "sent_theta"
+"""The slot of merge rules that read the θ that was sent."""
 
 
 class OuterState:

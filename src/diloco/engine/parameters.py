@@ -30,6 +30,7 @@ from diloco.exchange.private_torch import dtensor_like, is_cut_again, timeout_se
 from diloco.exchange.transport import Group, OneProcess
 from diloco.fragments import Fragment, block_spans
 from diloco.outer.digest import outer_digest_there, parameters_hash
+from diloco.outer.rule import Span
 from diloco.wire.kernels.memory import empty
 
 if TYPE_CHECKING:  # they take a second to import, and most replicas are one process
@@ -151,6 +152,8 @@ class FragmentParameters:
         sizes = {name: self.shape_in_flat(parameter).numel() for name, parameter in self.by_name.items()}
         self.spans = [block_spans(fragment, sizes) for fragment in fragments]
         """The places of each fragment's blocks in its flat vector."""
+        self.places = [dict(self._places(part)) for part in self._by_fragment]
+        """The places of each fragment's parameters in its flat vector, in their order."""
         self.watch = MergeWatch()
         """Guards the merges."""
         self._merge_hooks: OrderedDict[int, Callable[[tuple[str, ...]], object]] = OrderedDict()
@@ -160,6 +163,16 @@ class FragmentParameters:
     def shape_in_flat(parameter: Tensor) -> torch.Size:
         """The shape of what a flat vector holds of a parameter: this process's part."""
         return part_of(local(parameter), parameter).shape
+
+    def _places(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Span]]:
+        start = 0
+        for name, parameter in parameters.items():
+            yield name, (span := Span(tuple(self.shape_in_flat(parameter)), start))
+            start = span.stop
+
+    def sum_over_parts(self, values: Tensor) -> Tensor:
+        """The sum over the processes whose flat vectors are the replica's together; all of them call it."""
+        return self.group.reduce(values)
 
     @property
     def has_masters(self) -> bool:
@@ -296,11 +309,9 @@ class FragmentParameters:
         facts["whether the CPU flushes subnormal numbers to zero (torch.set_flush_denormal)"] = flushes
         values: dict[str, Tensor] = {}
         for fragment, flat_N in enumerate(initial):
-            start = 0
-            for name, part in zip(self._by_fragment[fragment], self._parts(fragment, flat_N), strict=True):
-                facts[f"shape, fragment and place of parameter {name}"] = [list(part.shape), fragment, start]
-                start += part.numel()
-                values[name] = part
+            for name, span in self.places[fragment].items():
+                facts[f"shape, fragment and place of parameter {name}"] = [list(span.shape), fragment, span.start]
+                values[name] = span.of(flat_N)
         return {**facts, INITIAL: parameters_hash(values)}
 
     @contextmanager
@@ -378,9 +389,7 @@ class FragmentParameters:
 
     def _parts(self, fragment: int, flat_N: Tensor) -> list[Tensor]:
         """Views of a flat vector, one per parameter, in its shape."""
-        shapes = [self.shape_in_flat(parameter) for parameter in self._by_fragment[fragment].values()]
-        parts = flat_N.split([shape.numel() for shape in shapes])
-        return [part_N.view(shape) for part_N, shape in zip(parts, shapes, strict=True)]
+        return [span.of(flat_N).view(span.shape) for span in self.places[fragment].values()]
 
 
 def local(tensor: Tensor) -> Tensor:

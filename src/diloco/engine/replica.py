@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diloco.engine.lanes import DeviceLane
-from diloco.engine.outer_state import ERROR, OUTER, OuterState
+from diloco.engine.outer_state import ERROR, OUTER, SENT_THETA, OuterState
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.settings import COUNTERS, Settings
 from diloco.errors import NonFiniteError, UserError
@@ -24,9 +24,9 @@ from diloco.exchange.process_group import Answers
 from diloco.outer.averages import Average, Reduction
 from diloco.outer.cohort import Cohort
 from diloco.outer.digest import outer_digest_there
-from diloco.outer.merge import MergeRule
+from diloco.outer.merge import MergeRule, Mixing, Past
 from diloco.outer.rule import FragmentState
-from diloco.outer.step import OuterStep, take_outer_step
+from diloco.outer.step import OuterStep, Samples, merge_in_place, sampled, take_outer_step
 from diloco.schedule import Sync
 from diloco.wire.kernels.memory import begin_to_host, empty
 from diloco.wire.payload import Codec, Key, Unsealed, non_finite
@@ -43,7 +43,7 @@ class Flight:
     """Fragment, round, and the inner step after which it is sent."""
     key: Key
     cohort: Cohort
-    """The members whose outer gradients are averaged."""
+    """The members whose outer gradients are averaged; with weights once the payloads of all have come."""
     num_elements: int
     """N."""
     reduction: Reduction
@@ -60,6 +60,8 @@ class Flight:
     """The send, which begins once it is sealed; its result waits for the payloads of all members."""
     started: float = 0.0
     """The time of its start, by `time.perf_counter`."""
+    amount: float | None = None
+    """The amount that this replica's weight is in proportion to, sent behind the payload; None with equal ones."""
     is_received: bool = False
     """True once the payloads of all members have come."""
 
@@ -102,8 +104,7 @@ class Record:
     """Payload bits that this process sent in the last exchange, over the time until the others' had come."""
     was_waited_for: bool = False
     """True if training waited for that exchange; otherwise it was over earlier, and was faster."""
-    _sample_N: Tensor | None = None
-    _key: Key | None = None
+    _sample: tuple[Tensor, Tensor, Key] | None = None
 
     @contextmanager
     def encoding(self) -> Iterator[None]:
@@ -119,9 +120,9 @@ class Record:
         yield
         self.merge_seconds += time.perf_counter() - start
 
-    def sample(self, delta_N: Tensor, key: Key) -> None:
-        """Keep the first elements of an outer gradient, so that the codec's error can be measured later."""
-        self._sample_N, self._key = delta_N[:_SAMPLED].clone(), key
+    def sample(self, delta_N: Tensor, outer_N: Tensor, key: Key) -> None:
+        """Keep the first elements of an outer gradient and of Θ, to measure the codec's error later."""
+        self._sample = delta_N[:_SAMPLED].clone(), outer_N[:_SAMPLED].clone(), key
 
     def received(self, num_bytes: int, seconds: float, blocked_seconds: float) -> None:
         """Note an exchange of so many bytes in each direction, and how long training waited for its end."""
@@ -131,12 +132,12 @@ class Record:
 
     def codec_errors(self, wire: Codec) -> tuple[Tensor, Tensor] | None:
         """‖Δ − decode(encode(Δ))‖² and ‖Δ‖² of the sample, on its device; None before the first sync."""
-        if self._sample_N is None or self._key is None:
+        if self._sample is None:
             return None
-        unsealed = Unsealed(wire)
-        payload = unsealed.encode(self._sample_N, self._key)
-        error_N = unsealed.decode(payload, self._sample_N.numel(), self._key) - self._sample_N
-        return error_N.square().sum(), self._sample_N.square().sum()
+        (delta_N, outer_N, key), unsealed = self._sample, Unsealed(wire)
+        payload = unsealed.encode(delta_N, key, outer_N=outer_N)
+        error_N = unsealed.decode(payload, delta_N.numel(), key) - delta_N
+        return error_N.square().sum(), delta_N.square().sum()
 
 
 _SAMPLED = 1 << 14
@@ -192,6 +193,9 @@ class Replica:
         self.reduction = self.settings.reduction
         """The way from payloads to an average."""
         self._scratch = empty(max(sizes), torch.float32, self.parameters.device)
+        self._averages: dict[int, Tensor] = {}
+        self.samples: dict[int, Samples] = {}
+        """Elements of each fragment's last two averages, once there are two; that merged last is the last."""
 
     def counters(self) -> dict[str, Any]:
         """The plain values of a state that every replica has."""
@@ -202,6 +206,8 @@ class Replica:
         for name in COUNTERS:
             setattr(self, name, state[name])
         self.last_sent = list(state["last_sent"])
+        self.samples.clear()
+        self._averages.clear()
 
     def scratch(self, p: int) -> Tensor:
         """The memory in which one outer gradient or average of a fragment is made, FP32 (N)."""
@@ -233,8 +239,12 @@ class Replica:
         """
         p, beta, lane = sync.fragment, self.settings.error_feedback, self.lane
         lane.join()  # it has ended with the working memory
-        delta_N = self.parameters.outer_gradient(p, self.state.use(OUTER, p), self.scratch(p))
-        self.record.sample(delta_N, key)
+        outer_N = self.state.use(OUTER, p)
+        delta_N = self.parameters.outer_gradient(p, outer_N, self.scratch(p))
+        if self.settings.mixing.needs_sent:
+            self.state.use(SENT_THETA, p).copy_(self.parameters.flat(p))
+            self.state.keep(SENT_THETA, p)
+        self.record.sample(delta_N, outer_N, key)
         check_merges = self.parameters.watch.take(sync.step)
         if base is None and not lane.is_apart:
             base = self.state.digest(p)
@@ -242,11 +252,14 @@ class Replica:
         def work() -> Flight:
             unsealed = Unsealed(self.settings.wire)
             reduction, error_N = self.reduction.with_wire(unsealed), None
+            outer_N = self.state.use(OUTER, p) if self.settings.wire.needs_outer else None
             if beta is None:
-                payloads = reduction.encode(delta_N, key, cohort)
+                payloads = reduction.encode(delta_N, key, cohort, outer_N=outer_N)
             else:
                 error_N = self.state.use(ERROR, p)
-                payloads, error_N = reduction.encode_with_feedback(delta_N, error_N, beta, key, cohort)
+                payloads, error_N = reduction.encode_with_feedback(
+                    delta_N, error_N, beta, key, cohort, outer_N=outer_N
+                )
             digests = [outer_digest_there(self.state.use(OUTER, p))] if base is None else []
             flags = torch.stack(unsealed.are_finite)
             # Beside the payloads, so that the host waits for the device once.
@@ -290,16 +303,24 @@ class Replica:
             name = self.parameters.first_not_finite(p, delta_N)
             raise _non_finite(sync.step, self.number, p, name) from None
 
-    def on_send(self, sync: Sync, own: Callable[[], Tensor]) -> Collection[str]:
+    def on_send(self, sync: Sync, own: Callable[[], Tensor], cohort: Cohort) -> Collection[str]:
         """Let the outer rule act on a fragment that is sent; the kinds of vectors that it used.
 
         Args:
             sync: the fragment, its round and the step.
             own: decodes its outer gradient.
+            cohort: as in `OuterRule.on_send`.
         """
         with self._fragment(sync.fragment) as (fragment, used):
-            self.settings.outer.on_send(fragment, own, sync)
+            self.settings.outer.on_send(fragment, own, sync, cohort)
         return used
+
+    def enter_outer(self, p: int) -> None:
+        """θ_p ← Θ_p, after what was queued on the lane."""
+        with self.parameters.merging(p, self.num_steps) as theta:
+            outer_N = self.state.use(OUTER, p)
+            self.lane.queue(lambda: merge_in_place(theta, outer_N, Mixing(0.0), Past()))
+            self.lane.join()
 
     def keep_error(self, p: int, error_N: Tensor) -> None:
         """Take the error that a payload leaves."""
@@ -314,9 +335,22 @@ class Replica:
             self.parameters.merging(p, self.num_steps) as theta,
             self._fragment(p) as (fragment, _),
         ):
-            rule = self.settings.outer
-            self.lane.queue(lambda: take_outer_step(rule, mixing, fragment, theta, average, sync, cohort))
+            rule, past = self.settings.outer, Past(num_steps=self.num_steps - sync.step)
+            if mixing.needs_sent:
+                sent_N, period = self.state.use(SENT_THETA, p), self.settings.schedule.sync_every
+                past = replace(past, theta_N=sent_N, sync_every=period)
+            sample_n = torch.empty_like(sampled(average.total_N))
+
+            def work() -> None:
+                sample_n.copy_(sampled(average.total_N))  # whose memory the rule may overwrite
+                take_outer_step(rule, mixing, fragment, theta, average, sync, cohort, past)
+
+            self.lane.queue(work)
             self.lane.join()
+        before_n, self._averages[p] = self._averages.get(p), sample_n
+        if before_n is not None:
+            self.samples.pop(p, None)
+            self.samples[p] = Samples(sample_n, before_n, average.total_N.numel() / max(1, sample_n.numel()))
 
     def taken(
         self, flight: Flight, received: dict[int, Tensor], average: Average, *, blocked_seconds: float
@@ -337,7 +371,14 @@ class Replica:
             return reduction.average(received, to_N, key, cohort).divided()
 
         deltas = partial(reduction.each, received, size, key, device)
-        step = self.described(flight.sync, make_average, deltas, blocked_seconds=blocked_seconds)
+        step = self.described(
+            flight.sync,
+            make_average,
+            deltas,
+            self.samples.get(key.fragment),
+            blocked_seconds=blocked_seconds,
+            cohort=None if flight.amount is None else cohort,
+        )
         # The payloads have come: nothing waits for training.
         return replace(
             step, begin_work=lambda work: lane.queue(lambda: begin_to_host(work()), after_training=False)
@@ -348,13 +389,24 @@ class Replica:
         sync: Sync,
         make_average: Callable[[], Tensor],
         make_deltas: Callable[[], Iterator[Tensor]],
+        samples: Samples | None,
         *,
         blocked_seconds: float = 0.0,
         cohort: Cohort | None = None,
     ) -> OuterStep:
         """An outer step, from what makes its vectors again; see `OuterStep`."""
         spans, add_up = self.parameters.spans[sync.fragment], self.parameters.group.reduce
-        return OuterStep(sync, blocked_seconds, make_average, make_deltas, spans, add_up, cohort)
+        return OuterStep(
+            sync,
+            blocked_seconds,
+            make_average,
+            make_deltas,
+            spans,
+            add_up,
+            cohort,
+            samples=samples,
+            gain_at=getattr(self.settings.outer, "gain", None),
+        )
 
     @contextmanager
     def _fragment(self, p: int) -> Iterator[tuple[FragmentState, Collection[str]]]:
@@ -365,7 +417,7 @@ class Replica:
             used[kind] = None
             return self.state.use(kind, p)
 
-        yield FragmentState(use), used.keys()
+        yield FragmentState(use, self.parameters.places[p], self.parameters.sum_over_parts), used.keys()
         for kind in used:
             self.state.keep(kind, p)
 
@@ -374,7 +426,7 @@ def outer_state(settings: Settings, parameters: FragmentParameters, *, offload: 
     """The state before the first round: Θ is the parameters as they are."""
     return OuterState(
         map(parameters.flat, range(len(settings.fragments))),
-        slots=settings.outer.slots,
+        slots=settings.slots,
         with_error=settings.error_feedback is not None,
         offload=offload,
     )

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -12,16 +12,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from diloco.engine.outer_state import SENT_THETA
 from diloco.engine.parameters import is_sharded, local
 from diloco.errors import UserError, nearest, setting
 from diloco.exchange.leader import LeaderExchange
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Transport
 from diloco.fragments import Fragment, check_partition, sequential, strided, whole
+from diloco.outer.auto import AUTO, NO_AUTO_IN_A_STORE, chosen
 from diloco.outer.averages import Reduction, reduction_of
-from diloco.outer.merge import MergeRule, Mixing
+from diloco.outer.cohort import Weights
+from diloco.outer.merge import MergeRule, Mixing, Translation
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import RULE, OuterRule
+from diloco.outer.rules import merge_rule, outer_rule
 from diloco.outer.torch_optimizer import rule_of_optimizer
 from diloco.rendezvous.contract import Rendezvous, is_rendezvous
 from diloco.schedule import Schedule
@@ -55,6 +59,13 @@ class Settings:
     """The seed of codecs that draw random numbers."""
     buffers: Literal["own", "average"]
     """The values that the buffers have after `finish()`: each replica's own, or the mean."""
+    weights: Weights | Literal["equal"] = "equal"
+    """The replicas' weights in a fixed group; where they come and go, the run's rules name them."""
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The names of the vectors that are kept beside Θ, but for the error."""
+        return (*self.outer.slots, *((SENT_THETA,) if self.mixing.needs_sent else ()))
 
     @property
     def reduction(self) -> Reduction:
@@ -73,7 +84,18 @@ class Settings:
         """
         check_partition(model, self.fragments)
         self._check_schedule(num_replicas)
-        _ = self.reduction
+        if self.outer.needs_deltas and self.reduction.num_phases > 1:
+            raise UserError(
+                f"outer={type(self.outer).__name__} reads the outer gradient of each replica, and with "
+                f"combine={self.combine} no replica has them whole: set combine=gather",
+                *("outer", "combine"),
+            )
+        if self.outer.merges_at_send and not isinstance(self.mixing, Translation):
+            raise UserError(
+                f"outer={type(self.outer).__name__} merges at the send, and mixing={self.mixing} would undo the "
+                "inner steps after it: set mixing=translate, which keeps them",
+                *("mixing", "outer"),
+            )
         self._check_slots()
         self._check_error_feedback()
         if not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
@@ -113,6 +135,18 @@ class Settings:
                 "leave it out, and estimate the buffers anew for Θ (torch.optim.swa_utils.update_bn)",
                 "buffers",
             )
+        if self.mixing.needs_sent:
+            raise UserError(
+                f"mixing={self.mixing} needs an exchange: where replicas come and go, others' outer steps move "
+                "what is in flight; take mix or translate",
+                "mixing",
+            )
+        if self.weights != "equal":
+            raise UserError(
+                f"weights={self.weights} is for a fixed group, and where replicas come and go the run has its "
+                f"own: pass StoreRendezvous(url, weights={self.weights!r})",
+                "weights",
+            )
         if not self.outer.shared:
             raise UserError(
                 f"outer={type(self.outer).__name__} keeps other outer parameters on each replica, and where "
@@ -127,7 +161,8 @@ class Settings:
     def facts(self, num_replicas: int) -> dict[str, object]:
         """The settings that all replicas must share, in the order in which a difference explains the most."""
         schedule = self.schedule.facts(num_replicas)
-        return {"num_replicas": num_replicas, **schedule, **self._facts(), "buffers": self.buffers}
+        own = {"weights": self.weights, "buffers": self.buffers}
+        return {"num_replicas": num_replicas, **schedule, **self._facts(), **own}
 
     def _facts(self) -> dict[str, object]:
         return {
@@ -150,6 +185,7 @@ class Settings:
             "combine": self.reduction.spec,
             "num_replicas": num_replicas,
             "error_feedback": self.error_feedback,
+            "weights": self.weights,
             "seed": self.seed,
             "schedule": ", ".join(f"{name}={value}" for name, value in schedule.items()),
             "replica": replica,
@@ -171,9 +207,11 @@ class Settings:
             "outer",
             "error",
             "sent",
+            SENT_THETA,
             "in_flight",
             "fragments",
             "last_sent",
+            "weighed",
             "drained_step",
             *self.facts_of_state(0, 1),
             *COUNTERS,
@@ -188,6 +226,13 @@ class Settings:
         beta, gain = self.error_feedback, self.wire.gain(VERY_LONG)
         if beta is not None and not 0 < beta <= 1:
             raise UserError(f"error_feedback must be above 0 and at most 1, or None, not {beta}", "error_feedback")
+        if beta is None and self.wire.needs_outer:
+            raise UserError(
+                f"wire={self.wire.spec} without error_feedback loses for ever what one outer gradient alone does "
+                "not change in the model: set error_feedback=1",
+                "error_feedback",
+                "wire",
+            )
         if beta is not None and beta * (gain - 1) >= 1:
             raise UserError(
                 f"error_feedback={beta} with wire={self.wire.spec} diverges: {self.wire.name} multiplies what it "
@@ -218,18 +263,22 @@ def settings_of(
     *,
     fragments: str | Sequence[Fragment],
     schedule_for: Callable[[int], Schedule],
-    outer: OuterRule | Optimizer | type[Optimizer] | None,
-    mixing: float | MergeRule,
+    outer: str | OuterRule | Optimizer | type[Optimizer] | None,
+    mixing: str | float | MergeRule,
     wire: str | Codec,
     combine: str,
     error_feedback: float | None,
     seed: int,
     buffers: Literal["own", "average"],
+    weights: Weights | Literal["equal"],
+    num_steps: int | None = None,
+    num_replicas: int | None = None,
 ) -> Settings:
     """The settings that the engine's arguments stand for.
 
     Args:
-        schedule_for: makes the schedule for a number of fragments; the others are as in `StreamingDiLoCo`.
+        schedule_for: makes the schedule for a number of fragments.
+        num_replicas: M; None where replicas come and go. The others are as in `StreamingDiLoCo`.
 
     Raises:
         UserError: if one is of a wrong type, or two contradict each other; the message says what to pass.
@@ -242,18 +291,26 @@ def settings_of(
     check_type("error_feedback", error_feedback, Real | None, "a number above 0 and at most 1, or None")
     if buffers not in ("own", "average"):
         raise UserError(f"buffers={buffers!r} is neither own nor average", "buffers")
+    if weights not in (names := ("equal", *get_args(Weights))):
+        raise UserError(f"weights={weights!r} is none of {', '.join(names)}", "weights")
     with setting("combine", combine):
         reduction_of(combine, of_payloads)
+    schedule, merge = schedule_for(len(partition)), _merge_rule(mixing)
+    if isinstance(outer, str) and outer == AUTO:
+        outer = _auto(num_steps, num_replicas, schedule.sync_every, merge)
+    elif num_steps is not None:
+        raise UserError(f"num_steps={num_steps} is for outer='auto' alone: leave it out", "num_steps")
     return Settings(
         fragments=partition,
-        schedule=schedule_for(len(partition)),
+        schedule=schedule,
         outer=_outer_rule(outer, model),
-        mixing=_merge_rule(mixing),
+        mixing=merge,
         wire=of_payloads,
         combine=combine,
         error_feedback=None if error_feedback is None else float(error_feedback),
         seed=seed,
         buffers=buffers,
+        weights=weights,
     )
 
 
@@ -281,9 +338,12 @@ def _fragments(fragments: str | Sequence[Fragment], model: nn.Module) -> tuple[F
     return listed
 
 
-def _outer_rule(outer: OuterRule | Optimizer | type[Optimizer] | None, model: nn.Module) -> OuterRule:
+def _outer_rule(outer: str | OuterRule | Optimizer | type[Optimizer] | None, model: nn.Module) -> OuterRule:
     if outer is None:
         return Nesterov()
+    if isinstance(outer, str):
+        with setting("outer", outer):
+            return outer_rule(outer)
     if isinstance(outer, Optimizer):
         own = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) in own for group in outer.param_groups for parameter in group["params"]):
@@ -295,14 +355,35 @@ def _outer_rule(outer: OuterRule | Optimizer | type[Optimizer] | None, model: nn
             )
     if isinstance(outer, Optimizer) or (isinstance(outer, type) and issubclass(outer, Optimizer)):
         return rule_of_optimizer(outer)
-    if not _offers(outer, OuterRule):
+    if not isinstance(outer, OuterRule):
         raise _wrong("outer", outer, "a rule such as diloco.Nesterov(lr=0.4, momentum=0.9), or a torch optimizer")
     return outer
 
 
-def _merge_rule(mixing: float | MergeRule) -> MergeRule:
-    if _offers(mixing, MergeRule):
-        return cast(MergeRule, mixing)
+def _auto(num_steps: int | None, num_replicas: int | None, sync_every: int, merge: MergeRule) -> Nesterov:
+    """Nesterov's rule for a run of so many inner steps.
+
+    Raises:
+        UserError: if its length or the number of replicas is not known.
+    """
+    if num_replicas is None:
+        raise UserError(NO_AUTO_IN_A_STORE.format("outer"), "outer")
+    if not isinstance(num_steps, int) or num_steps < 1:
+        raise UserError(
+            f"outer='auto' chooses by the length of the run: pass num_steps=, its inner steps, not {num_steps}",
+            *("outer", "num_steps"),
+        )
+    alpha = merge.alpha if isinstance(merge, Mixing) else 0.0
+    lr, momentum = chosen(num_steps // sync_every, num_replicas, sync_every, alpha)
+    return Nesterov(lr=lr, momentum=momentum)
+
+
+def _merge_rule(mixing: str | float | MergeRule) -> MergeRule:
+    if isinstance(mixing, MergeRule):
+        return mixing
+    if isinstance(mixing, str):
+        with setting("mixing", mixing):
+            return merge_rule(mixing)
     try:
         alpha = float(cast(float, mixing))
     except (TypeError, ValueError, RuntimeError):

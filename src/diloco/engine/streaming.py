@@ -34,10 +34,11 @@ from diloco.exchange.private_torch import changes_of
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Abortable, Transport, fail_together
 from diloco.fragments import Fragment
+from diloco.outer.cohort import Weights
 from diloco.outer.digest import parameters_hash
 from diloco.outer.merge import MergeRule
 from diloco.outer.rule import OuterRule
-from diloco.outer.step import OuterStep
+from diloco.outer.step import OuterStep, cosine_of, products_of
 from diloco.rendezvous.contract import Rendezvous
 from diloco.schedule import Schedule, schedule_of
 from diloco.wire.kernels.memory import begin_to_host
@@ -186,9 +187,10 @@ class StreamingDiLoCo:
         schedule: in the place of these two, when each fragment is sent and merged.
         exchange: the transport of the payloads between the replicas of a fixed group.
         rendezvous: in the place of an exchange, where replicas come and go.
-        outer: the outer rule, or a torch optimizer, or its class, of which class and settings are taken: SGD with
-            Nesterov's momentum is `Nesterov`, and any other runs on Θ as it is. None is `Nesterov()`.
-        mixing: α, how much of its own parameters a replica keeps at a merge, or another merge rule.
+        outer: the outer rule, or its spelling, such as `nesterov:lr=0.7`, or a torch optimizer, or its class, of
+            which class and settings are taken: SGD with Nesterov's momentum is `Nesterov`, and any other runs on Θ
+            as it is. None is `Nesterov()`.
+        mixing: α, how much of its own parameters a replica keeps at a merge, another merge rule, or its spelling.
         wire: the codec of the outer gradients, or its name.
         combine: `gather`: each replica receives every other's payload; `reduce_scatter`: each averages a share,
             and sends it in the same codec, or in another: `reduce_scatter:bf16`.
@@ -201,6 +203,9 @@ class StreamingDiLoCo:
             parameter name, or an adapter of diloco.integrations: they are θ, and the parameters follow them.
         buffers: `average`: `finish()` gives the floating-point buffers that training has changed, such as the
             statistics of BatchNorm, the mean of all replicas; `own`: they stay each replica's own.
+        weights: of the replicas of a fixed group in Δ_p: `equal`, or in proportion to the `tokens` that each has
+            read since it sent the fragment last, or to `tokens_squared_per_step`; a rendezvous has its own.
+        num_steps: T, the inner steps of the whole run, by which `outer="auto"` chooses; for nothing else.
 
     Raises:
         UserError: if the settings contradict each other or the model.
@@ -232,8 +237,8 @@ class StreamingDiLoCo:
         schedule: Schedule | None = None,
         exchange: Transport | None = None,
         rendezvous: Rendezvous | None = None,
-        outer: OuterRule | torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
-        mixing: float | MergeRule = 0.5,
+        outer: str | OuterRule | torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
+        mixing: str | float | MergeRule = 0.5,
         wire: str | Codec = "e3m0",
         combine: str = "gather",
         error_feedback: float | None = None,
@@ -241,6 +246,8 @@ class StreamingDiLoCo:
         offload: bool = False,
         masters: Masters | Mapping[str, Tensor] | None = None,
         buffers: Literal["own", "average"] = "own",
+        weights: Weights | Literal["equal"] = "equal",
+        num_steps: int | None = None,
     ) -> None:
         check_exchange(exchange, rendezvous)
         self.exchange, self.rendezvous = exchange, rendezvous
@@ -260,6 +267,9 @@ class StreamingDiLoCo:
                 error_feedback=error_feedback,
                 seed=seed,
                 buffers=buffers,
+                weights=weights,
+                num_steps=num_steps,
+                num_replicas=None if exchange is None else exchange.num_replicas,
             )
             """The arguments that decide what is computed."""
             self._membership = _membership(
@@ -286,7 +296,7 @@ class StreamingDiLoCo:
 
         Args:
             tokens: how many this replica, all of its processes together, has read in the step, added to `tokens`:
-                the weight of what it has learnt, which a rendezvous needs.
+                the weight of what it has learnt, which a rendezvous needs, and `weights` other than equal.
             loss: the replica's training loss in the step; where replicas come and go the log tells it to people.
                 A tensor is read when something is sent, and may lie on a GPU.
 
@@ -465,6 +475,8 @@ class StreamingDiLoCo:
         - `distance_to_outer`: ‖θ − Θ‖₂ over all fragments and shards, computed now; not where Θ is in the model.
         - `codec_error`: ‖Δ − decode(encode(Δ))‖ / ‖Δ‖ of the fragment sent last, computed now on up to 16,384 of
           its elements a shard, without error feedback; after the first sync.
+        - `successive_cosine`: ρ, the cosine of the last two averages of the fragment merged last; and `gain`, the
+          part of the outer step along them, η (1 + μ/(1 − μρ)); from the second outer step on.
         - `exchange_mbit_s`: payload bits that this process sent in the last exchange over the seconds until the
           others' had come; `exchange_mbit_s_at_least` in its place if they had come before training needed them.
         - `lateness_seconds/replica_1`, …: how long the last wait waited for the payload of each other replica,
@@ -678,14 +690,23 @@ def begin_logs(engine: StreamingDiLoCo) -> Callable[[], dict[str, float]]:
     membership, replica = engine._membership, engine._replica
     errors = replica.record.codec_errors(replica.settings.wire)
     none = torch.zeros(2, dtype=torch.float32, device=replica.parameters.device)
-    squares = torch.stack([_squared_distance(membership), *(none if errors is None else errors)])
+    samples = next(reversed(replica.samples.values()), None)
+    products = products_of(samples, none.device)
+    squares = torch.cat(
+        [_squared_distance(membership)[None], none if errors is None else torch.stack(errors), products]
+    )
     squares, counted = begin_to_host(replica.parameters.group.reduce(squares)), _counters(membership)
 
     def read() -> dict[str, float]:
-        distance, error, delta = squares().tolist()
+        values = squares()
+        distance, error, delta = values[:3].tolist()
         computed = {"distance_to_outer": math.sqrt(distance)}
         if errors is not None or delta:  # where replicas come and go, the first process of one has the sample
             computed["codec_error"] = math.sqrt(error / delta) if delta else 0.0
+        if (rho := cosine_of(values[3:])) is not None:
+            computed["successive_cosine"] = rho
+            if (gain := getattr(replica.settings.outer, "gain", None)) is not None:
+                computed["gain"] = gain(rho)
         return counted | computed
 
     return read

@@ -17,7 +17,7 @@ from diloco.exchange.connect import connect
 from diloco.exchange.transport import agree
 from diloco.files import requiring
 from diloco.fragments import Fragments, sequential, strided, whole
-from diloco.outer.nesterov import Nesterov
+from diloco.outer.rules import rules_of
 from diloco.presets import PRESETS, DilocoSettings
 
 with requiring("torchtitan", extra="torchtitan"):
@@ -92,13 +92,14 @@ class DiLoCoTrainer(Trainer):
         """The engine of the section [diloco]; override it for what a config can't say."""
         settings = self._settings
         fragments = _fragments(model, settings)
+        outer, mixing = rules_of(settings.of_method("streaming_overlapped_fp4"))
         return StreamingDiLoCo(
             model,
             fragments=fragments,
             schedule=settings.schedule(len(fragments)),
             exchange=self._exchange,
-            outer=Nesterov(lr=settings.outer_learning_rate, momentum=settings.outer_momentum),
-            mixing=_METHOD.mixing if settings.mixing is None else settings.mixing,
+            outer=outer,
+            mixing=mixing,
             wire=settings.wire or _METHOD.wire,
             combine=settings.combine,
             error_feedback=settings.error_feedback,

@@ -4,9 +4,10 @@ Shapes: N elements of one fragment, S of a share.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar, NamedTuple, Self
 
 import torch
@@ -27,6 +28,9 @@ class Average(NamedTuple):
     """Flat FP32 (N)."""
     weight: float
     """The divisor: Σ_m w_m, or 1 if the total is an average already."""
+    deltas: Callable[[], Iterator[Tensor]] = lambda: iter(())
+    """Makes each member's decoded outer gradient again, in the cohort's order: flat FP32 (N), read-only. There is
+    none with reduce_scatter, where no replica has them whole."""
 
     def divided(self) -> Tensor:
         """Δ_p, flat FP32 (N), with the same bits on every device."""
@@ -55,7 +59,9 @@ class Reduction(ABC):
         return replace(self, wire=wire)
 
     @abstractmethod
-    def encode(self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0) -> tuple[Tensor, ...]:
+    def encode(
+        self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0, outer_N: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """The payloads of a replica's outer gradient: one for all, or one for each member.
 
         Args:
@@ -63,13 +69,21 @@ class Reduction(ABC):
             key: whose it is.
             cohort: the members that share the fragment.
             base: the digest of the outer parameters against which it was taken; 0 where it is not known.
+            outer_N: these outer parameters, flat FP32 (N), for a codec that needs them.
 
         Raises:
             NonFiniteError: if the outer gradient is not finite.
         """
 
     def encode_with_feedback(
-        self, delta_N: Tensor, error_N: Tensor, beta: float, key: Key, cohort: Cohort
+        self,
+        delta_N: Tensor,
+        error_N: Tensor,
+        beta: float,
+        key: Key,
+        cohort: Cohort,
+        *,
+        outer_N: Tensor | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """e ← β e + Δ; send C(e); e ← e − C(e): what a codec loses is sent with the next (arXiv 1901.09847).
 
@@ -81,6 +95,7 @@ class Reduction(ABC):
             beta: β.
             key: whose outer gradient it is.
             cohort: the members that share the fragment.
+            outer_N: as `encode` takes it.
 
         Returns:
             The payloads, and the new e; nothing is changed in place.
@@ -89,7 +104,7 @@ class Reduction(ABC):
             NonFiniteError: if β e + Δ is not finite.
         """
         error_N = beta * error_N + delta_N
-        payloads = self.encode(error_N, key, cohort)
+        payloads = self.encode(error_N, key, cohort, outer_N=outer_N)
         return payloads, error_N.sub_(self.decode(payloads, error_N.numel(), key))
 
     @abstractmethod
@@ -166,8 +181,9 @@ def add_up(
     Raises:
         PayloadError: for a payload that is damaged.
     """
+    values = values or {}
     for index, (member, weight, key) in enumerate(zip(cohort.members, cohort.weights, keys, strict=True)):
-        part_N = None if values is None else values.get(member)
+        part_N = values.get(member)
         with naming(member):
             if part_N is not None:
                 weigh_in(to_N, part_N, weight, is_first=index == 0)
@@ -176,7 +192,33 @@ def add_up(
             else:
                 part_N = wire.decode_into(empty(to_N.numel(), torch.float32, to_N.device), received[member], key)
                 weigh_in(to_N, part_N, weight, is_first=index == 0)
-    return Average(to_N, cohort.total_weight)
+    deltas = partial(decoded, wire, received, keys, to_N.numel(), to_N.device, values)
+    return Average(to_N, cohort.total_weight, deltas)
+
+
+def decoded(
+    wire: Codec,
+    received: Mapping[int, Tensor],
+    keys: Sequence[Key],
+    num_elements: int,
+    device: torch.device,
+    values: Mapping[int, Tensor] | None = None,
+) -> Iterator[Tensor]:
+    """Each member's outer gradient, flat FP32 (N), one after the other.
+
+    Args:
+        wire: the payloads' codec.
+        received: the payloads by member.
+        keys: with which they were encoded, in the order of the members.
+        num_elements: N.
+        device: the place where they are wanted.
+        values: as in `add_up`.
+    """
+    for key in keys:
+        if values and (known_N := values.get(key.replica)) is not None:
+            yield known_N
+        else:
+            yield wire.decode_into(empty(num_elements, torch.float32, device), received[key.replica], key)
 
 
 def weigh_in(to_N: Tensor, part_N: Tensor, weight: float, *, is_first: bool) -> None:
@@ -239,10 +281,16 @@ def cut(vector_N: Tensor, num_shares: int) -> tuple[Tensor, ...]:
     return vector_N.split(size)
 
 
-def encode_shares(wire: Codec, delta_N: Tensor, num_shares: int, key: Key, *, base: int = 0) -> tuple[Tensor, ...]:
+def encode_shares(
+    wire: Codec, delta_N: Tensor, num_shares: int, key: Key, *, base: int = 0, outer_N: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """One payload per share."""
-    shares = enumerate(cut(delta_N, num_shares))
-    return tuple(wire.encode(share_S, key._replace(part=part), base=base) for part, share_S in shares)
+    shares = cut(delta_N, num_shares)
+    outer = [None] * num_shares if outer_N is None else cut(outer_N, num_shares)
+    return tuple(
+        wire.encode(share_S, key._replace(part=part), base=base, outer_N=outer_S)
+        for part, (share_S, outer_S) in enumerate(zip(shares, outer, strict=True))
+    )
 
 
 def join_shares(
@@ -295,9 +343,11 @@ class Gather(Reduction):
         """The name."""
         return "gather"
 
-    def encode(self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0) -> tuple[Tensor, ...]:
+    def encode(
+        self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0, outer_N: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """One payload."""
-        return (self.wire.encode(delta_N, key, base=base),)
+        return (self.wire.encode(delta_N, key, base=base, outer_N=outer_N),)
 
     def decode(self, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Tensor:
         """The payload's vector."""
@@ -315,9 +365,8 @@ class Gather(Reduction):
         self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device
     ) -> Iterator[Tensor]:
         """Each payload, decoded again."""
-        for member, payload in sorted(received.items()):
-            to_N = empty(num_elements, torch.float32, device)
-            yield self.wire.decode_into(to_N, payload, key._replace(replica=member))
+        keys = [key._replace(replica=member) for member in sorted(received)]
+        return decoded(self.wire, received, keys, num_elements, device)
 
     def bytes_sent(self, num_elements: int, num_replicas: int) -> int:
         """M − 1 payloads."""
@@ -332,11 +381,17 @@ class ReduceScatter(Reduction):
     num_phases = 2
 
     def __post_init__(self) -> None:
-        """Refuse a codec that rescales, as DARE does, for the averages, which it would rescale again."""
+        """Refuse, for the averages, a codec that would rescale them again, as DARE, or that needs Θ."""
         if self.second.gain(VERY_LONG) != 1:
             raise UserError(
                 f"combine=reduce_scatter with {self.second.name} would rescale the averages, too: "
                 "name another codec for them, such as reduce_scatter:feddropout",
+                "combine",
+            )
+        if self.second.needs_outer:
+            raise UserError(
+                f"combine=reduce_scatter with {self.second.name} would lose for ever what an average does not "
+                "change in the model: name another codec for the averages, such as reduce_scatter:fp32",
                 "combine",
             )
 
@@ -345,9 +400,11 @@ class ReduceScatter(Reduction):
         """The name with the second codec, which may be the first."""
         return f"reduce_scatter:{self.second.spec}"
 
-    def encode(self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0) -> tuple[Tensor, ...]:
+    def encode(
+        self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0, outer_N: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """One payload per share."""
-        return encode_shares(self.wire, delta_N, len(cohort.members), key, base=base)
+        return encode_shares(self.wire, delta_N, len(cohort.members), key, base=base, outer_N=outer_N)
 
     def decode(self, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Tensor:
         """The vectors of the shares, joined."""

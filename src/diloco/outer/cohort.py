@@ -2,6 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Weights: TypeAlias = Literal["tokens", "tokens_squared_per_step"]
+"""The amount that a replica's weight is in proportion to; the second as in Decoupled DiLoCo (arXiv 2604.21428)."""
+
+
+def amount_of(weights: Weights, *, tokens: int, steps: int) -> float:
+    """The amount of a replica, from its tokens and inner steps since its last send."""
+    return tokens**2 / steps if weights == "tokens_squared_per_step" else tokens
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 On a CPU native.c makes both in one pass for Nesterov and mixing; otherwise the two rules change Θ_p and θ_{m,p}.
 
-Shapes: N elements of one fragment.
+Shapes: N elements of one fragment, n of them.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from diloco.outer.averages import Average
 from diloco.outer.cohort import Cohort
-from diloco.outer.merge import MergeRule, Mixing
+from diloco.outer.merge import MergeRule, Mixing, Past
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState, OuterRule
 from diloco.schedule import Sync
@@ -30,6 +31,7 @@ def take_outer_step(
     average: Average,
     sync: Sync,
     cohort: Cohort,
+    past: Past = Past(),  # noqa: B008  it is frozen
 ) -> None:
     """Θ_p ← OuterOpt(Θ_p, Δ_p), then θ_{m,p} ← merge(θ_{m,p}, Θ_p); the bits are the same either way.
 
@@ -41,9 +43,11 @@ def take_outer_step(
         average: Δ_p.
         sync: fragment, round and step.
         cohort: the replicas whose outer gradients were averaged.
+        past: what the merge rule reads besides Θ before the outer step.
     """
     # A subclass may compute something else than native.c.
     if type(rule) is Nesterov and type(merge_rule) is Mixing and (fast := _native(parameters)) is not None:
+        rule = rule.begin(fragment, sync)
         scalars = (average.weight, rule.lr, rule.momentum, merge_rule.alpha, 1 - merge_rule.alpha)
         sizes = [theta.numel() for theta in parameters]
         vectors = fragment.use("outer"), fragment.use("velocity"), average.total_N
@@ -52,9 +56,10 @@ def take_outer_step(
         # As torch's own operations do: a backward through values from before the merge must raise.
         torch.autograd.graph.increment_version(parameters)
         return
-    previous_N = fragment.use("outer").clone() if merge_rule.needs_previous else None
+    if merge_rule.needs_previous:
+        past = replace(past, outer_N=fragment.use("outer").clone())
     rule.on_average(fragment, average, sync, cohort)
-    merge_in_place(parameters, fragment.use("outer"), merge_rule, previous_N)
+    merge_in_place(parameters, fragment.use("outer"), merge_rule, past)
 
 
 def _native(parameters: Sequence[Tensor]) -> Native | None:
@@ -65,14 +70,12 @@ def _native(parameters: Sequence[Tensor]) -> Native | None:
     return native() if is_within_reach else None
 
 
-def merge_in_place(
-    parameters: Sequence[Tensor], outer_N: Tensor, merge_rule: MergeRule, previous_N: Tensor | None
-) -> None:
+def merge_in_place(parameters: Sequence[Tensor], outer_N: Tensor, merge_rule: MergeRule, past: Past) -> None:
     """Merge Θ_p into θ_{m,p}, given tensor by tensor, in place; each is rounded to its dtype."""
     for group, part in _groups(parameters, elements_at_once(outer_N.device)):
         flat = [theta.reshape(-1) for theta in group]
         theta_n = (torch.cat(flat) if len(flat) > 1 else flat[0]).float()
-        merged_n = merge_rule.merge(theta_n, outer_N[part], None if previous_N is None else previous_N[part])
+        merged_n = merge_rule.merge(theta_n, outer_N[part], past.part(part))
         parts = merged_n.split([theta.numel() for theta in group])
         shaped = [part_n.view(theta.shape) for part_n, theta in zip(parts, group, strict=True)]
         torch._foreach_copy_(group, shaped)
@@ -90,6 +93,34 @@ def _groups(parameters: Sequence[Tensor], most: int) -> Iterator[tuple[list[Tens
         size += theta.numel()
     if group:
         yield group, slice(start, start + size)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Elements at even distances of two vectors, FP32 (n), and N / n."""
+
+    last_n: Tensor
+    before_n: Tensor
+    scale: float
+
+
+def sampled(vector_N: Tensor, most: int = 1 << 14) -> Tensor:
+    """A view of about so many elements, or all; their distance is odd, to meet all columns of a matrix."""
+    return vector_N[:: vector_N.numel() // most | 1]
+
+
+def products_of(samples: Samples | None, device: torch.device) -> Tensor:
+    """⟨a, b⟩, ‖a‖² and ‖b‖² of two vectors, estimated from elements of them; zeros without any. FP32 (3)."""
+    if samples is None:
+        return torch.zeros(3, dtype=torch.float32, device=device)
+    a_n, b_n = samples.last_n, samples.before_n
+    return torch.stack([a_n @ b_n, a_n @ a_n, b_n @ b_n]) * samples.scale
+
+
+def cosine_of(products: Tensor) -> float | None:
+    """⟨a, b⟩ / (‖a‖ ‖b‖), from the three products, on the host; None if one of the vectors is zero."""
+    dot, *squares = products.tolist()
+    return dot / math.sqrt(squares[0]) / math.sqrt(squares[1]) if all(squares) else None
 
 
 @dataclass(frozen=True)
@@ -112,6 +143,10 @@ class OuterStep:
     """The replicas that were in it, with their weights; None in a fixed group, where all are, with equal ones."""
     begin_work: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] = lambda work: begin_to_host(work())
     """Begins work on the GPU, beside training; the function that is returned waits for its result."""
+    samples: Samples | None = None
+    """Elements of Δ_p and of the Δ_p before; None where this process has none."""
+    gain_at: Callable[[float], float] | None = None
+    """The outer rule's gain, given ρ; None for a rule that has no such number."""
 
     @cached_property
     def average(self) -> Tensor:
@@ -132,11 +167,23 @@ class OuterStep:
         Args:
             layer_cosine: those of the blocks, too.
         """
-        _ = self._norm, self._cosine, layer_cosine and self.spans and self._block_cosines
+        _ = self._norm_and_products, self._cosine, layer_cosine and self.spans and self._block_cosines
 
     def norm(self) -> float:
         """‖Δ_p‖₂, over all shards; every process of a sharded replica must call it."""
-        return self._norm().item()
+        return self._norm_and_products()[0].sqrt().item()
+
+    def successive_cosine(self) -> float | None:
+        """ρ, the cosine of Δ_p and the Δ_p of the outer step before; None if this engine has not taken that one.
+
+        Over all shards, as the norm is; of up to 16,384 elements per shard, so that no Δ_p is kept.
+        """
+        return cosine_of(self._norm_and_products()[1:])
+
+    def gain(self) -> float | None:
+        """The part of the outer step along Δ_p, in Δ_p, at this ρ; None if one of the two is not known."""
+        rho = self.successive_cosine()
+        return None if rho is None or self.gain_at is None else self.gain_at(rho)
 
     def mean_cosine(self, block: str | None = None) -> float | None:
         """Mean cosine over pairs of replicas, of the whole fragment or of one block; None if there is no pair.
@@ -151,9 +198,13 @@ class OuterStep:
         return dict(zip(self.spans, cosines, strict=True))[block]
 
     @cached_property
-    def _norm(self) -> Callable[[], Tensor]:
-        # Not of `average`, which others may read on the stream of training.
-        return self.begin_work(lambda: self.sum_over_shards(self.make_average().square().sum()).sqrt())
+    def _norm_and_products(self) -> Callable[[], Tensor]:
+        def work() -> Tensor:
+            # Not of `average`, which others may read on the stream of training.
+            square = self.make_average().square().sum()
+            return self.sum_over_shards(torch.cat([square[None], products_of(self.samples, square.device)]))
+
+        return self.begin_work(work)
 
     @cached_property
     def _cosine(self) -> Callable[[], Tensor]:

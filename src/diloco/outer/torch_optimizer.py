@@ -4,7 +4,8 @@ Shapes: N elements of one fragment.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -18,12 +19,14 @@ from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import JSON, FragmentState, OuterRule
 from diloco.schedule import Sync
 
+TORCH = "torch."
+"""The beginning of the spelling of a torch optimizer, such as torch.AdamW:lr=0.1."""
 _NUM_STEPS = "step"
 _WAYS = ("foreach", "fused", "capturable", "differentiable")
 """Settings that say how a step is computed, and not what: torch's defaults are taken."""
 
 
-class TorchOptimizer:
+class TorchOptimizer(OuterRule):
     """Θ, s ← step(Θ, Δ, s), with the step and the state s of a torch optimizer.
 
     Each fragment is one flat parameter of an optimizer of its own: a norm over a parameter is one over a fragment.
@@ -38,8 +41,6 @@ class TorchOptimizer:
     Raises:
         UserError: if a step needs more than a gradient, or its state has other shapes or dtypes.
     """
-
-    shared = True
 
     def __init__(self, kind: type[Optimizer], settings: Mapping[str, Any]) -> None:
         self._kind = kind
@@ -96,8 +97,13 @@ class TorchOptimizer:
         settings = {name: _json(name, value) for name, value in self._settings.items()}
         return {"class": f"{self._kind.__module__}.{self._kind.__qualname__}", **settings}
 
-    def on_send(self, fragment: FragmentState, own: Callable[[], Tensor], sync: Sync) -> None:
-        """Do nothing: the average of all is what counts."""
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, Any]) -> "TorchOptimizer | None":
+        """The rule with these facts, if its class is one of torch.optim; None for another."""
+        settings = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
+        module, _, name = str(settings.pop("class")).rpartition(".")
+        kind = _optimizer(name) if module.startswith("torch.optim") else None
+        return None if kind is None else cls(kind, settings)
 
     def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
         """Take the outer step; a process that holds nothing of the fragment has none to take."""
@@ -131,7 +137,7 @@ def rule_of_optimizer(outer: Optimizer | type[Optimizer]) -> OuterRule:
     Raises:
         UserError: if the optimizer has several groups of parameters with other settings, or can't be a rule.
     """
-    optimizer = _built(outer) if isinstance(outer, type) else outer
+    optimizer = _built(outer, {}) if isinstance(outer, type) else outer
     first, *others = ({n: group[n] for n in optimizer.defaults} for group in optimizer.param_groups)
     if any(other != first for other in others):
         raise UserError(
@@ -147,6 +153,38 @@ def rule_of_optimizer(outer: Optimizer | type[Optimizer]) -> OuterRule:
     return TorchOptimizer(type(optimizer), {name: value for name, value in first.items() if name in arguments})
 
 
+def spelled_optimizer(spec: str) -> OuterRule:
+    """The outer rule of a spelling such as `torch.AdamW:lr=0.1,betas=0.9+0.99`.
+
+    Raises:
+        UserError: if torch.optim has no such optimizer, it takes no such settings, or can't be a rule.
+    """
+    name, _, options = spec.partition(":")
+    if (kind := _optimizer(name.removeprefix(TORCH))) is None:
+        raise UserError(f"{spec!r}: torch.optim has no {name.removeprefix(TORCH)}: take torch.AdamW, or another")
+    settings = {key: text for key, _, text in (option.partition("=") for option in options.split(",") if option)}
+    if unknown := [key for key in settings if key not in _arguments_of(kind) - {"self", "params", *_WAYS}]:
+        raise UserError(f"{unknown[0]!r} is not a setting of {name}")
+    return rule_of_optimizer(_built(kind, {key: _value(text) for key, text in settings.items()}))
+
+
+def _optimizer(name: str) -> type[Optimizer] | None:
+    """The optimizer of torch.optim that has a name."""
+    kind = getattr(torch.optim, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer else None
+
+
+def _value(text: str) -> Any:
+    """The value of a setting: a number, a truth value, none, a word, or several, which + joins."""
+    words = {"true": True, "false": False, "none": None}
+    if text in words:
+        return words[text]
+    for read in (int, float):
+        with suppress(ValueError):
+            return read(text)
+    return tuple(map(_value, text.split("+"))) if "+" in text else text
+
+
 def _arguments_of(kind: type) -> set[str]:
     """The names of a class's arguments, those that it passes on to the class above included."""
     arguments = inspect.signature(kind.__init__).parameters
@@ -155,10 +193,10 @@ def _arguments_of(kind: type) -> set[str]:
     return {*arguments}
 
 
-def _built(kind: type[Optimizer]) -> Optimizer:
-    """An optimizer of a class with its own defaults."""
+def _built(kind: type[Optimizer], settings: Mapping[str, Any]) -> Optimizer:
+    """An optimizer of a class with settings, and its own defaults for the others."""
     try:
-        return cast(Any, kind)([torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)])
+        return cast(Any, kind)([torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)], **settings)
     except Exception as error:  # of somebody's own class, anything
         raise UserError(
             f"outer={kind.__name__} can't be built for a flat vector ({error}): pass an optimizer with its "

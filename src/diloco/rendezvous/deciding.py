@@ -6,6 +6,11 @@ With the quorum `majority` a replica writes the outer entry of a fragment
 - τ inner steps after its own offer, if those of more than half of them are, with such a one;
 - `patience` inner steps later with whatever is here, its own alone included.
 
+With a number K as quorum, K payloads take the place of more than half. No entry counts fewer, however late, but
+where fewer replicas are active. Decoupled DiLoCo (arXiv 2604.21428) waits for more than its quorum as long as
+that costs no training time. Here this grace is what is left of τ, which adapts to the pace: τ counts inner
+steps, and before its end nobody would merge.
+
 A payload that comes later counts in a later round, until it is too old. With the quorum `all` it waits for all of
 them, and the training thread's wait is bounded by `timeout_seconds`. One that an entry counts, and that is gone
 from the store, is replaced by a newer snapshot (`follower.Delivery`).
@@ -126,16 +131,14 @@ def may_decide(
     replicas = {contribution.replica for contribution in usable}
     if own not in replicas or state.members[own].left or not state.is_complete:
         return None
+    if state.refusal_of_replicas(replicas):
+        return None
     active = state.active
-    is_whole = replicas.issuperset(active)
-    may_lack_some = state.rules.quorum == "majority"
-    is_majority = 2 * len(replicas.intersection(active)) > len(active)
-    is_enough = is_whole or (may_lack_some and overlap_over and is_majority)
+    is_quorum = state.rules.quorum != "majority" or 2 * len(replicas.intersection(active)) > len(active)
+    is_enough = replicas.issuperset(active) or (overlap_over and is_quorum)
     newest = state.fragments[fragment].round
     is_confirmed = {own}.issuperset(active) or any(c.base_round == newest and c.replica != own for c in usable)
-    if (is_enough and is_confirmed) or (may_lack_some and patience_over):
-        return tuple(usable)
-    return None
+    return tuple(usable) if (is_enough and is_confirmed) or patience_over else None
 
 
 def of_the_run(

@@ -305,7 +305,7 @@ class Follower:
         """
         await self.leave(finished=True)
         seconds = timeout_seconds / 2
-        if self.state.rules.quorum == "majority":
+        if self.state.rules.quorum != "all":
             seconds = min(seconds, max(self._pace.close_seconds, self._pace.patience * step_seconds))
         self._closes_at = time.monotonic() + seconds
 

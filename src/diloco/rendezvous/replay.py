@@ -7,7 +7,6 @@ Shapes: N elements of one fragment.
 """
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +20,8 @@ from diloco.errors import PayloadError, UserError
 from diloco.files import memory_bytes
 from diloco.outer.averages import reduction_of
 from diloco.outer.digest import outer_digest, parameters_hash
-from diloco.outer.nesterov import Nesterov
-from diloco.outer.rule import RULE, FragmentState, OuterRule
+from diloco.outer.rule import RULE, FragmentState, OuterRule, Span
+from diloco.outer.rules import rule_of_facts
 from diloco.rendezvous.archive import INDEX, MOST_INDEX_BYTES, index_source, newest_state, open_index
 from diloco.rendezvous.contract import Content, Decision, Form, Payload
 from diloco.rendezvous.log.entries import Contribution, Create, LogError, Outer, Snapshot
@@ -50,17 +49,10 @@ INITIAL = "initial parameters (SHA-256)"
 
 
 @dataclass(frozen=True)
-class Place:
-    """A parameter in the flat vector of its fragment."""
+class Place(Span):
+    """A parameter, its fragment, and its place there."""
 
-    shape: tuple[int, ...]
     fragment: int
-    start: int
-
-    @property
-    def stop(self) -> int:
-        """The end of its elements."""
-        return self.start + math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +79,7 @@ class RunFacts:
         facts = create.facts
         try:
             places = {
-                name.removeprefix(_PLACE): Place(tuple(map(int, shape)), int(fragment), int(start))
+                name.removeprefix(_PLACE): Place(tuple(map(int, shape)), int(start), int(fragment))
                 for name, (shape, fragment, start) in (
                     item for item in facts.items() if item[0].startswith(_PLACE)
                 )
@@ -98,7 +90,8 @@ class RunFacts:
             form = Form(codec=wire, sizes=sizes, seed=int(facts["seed"]), second=second)
             form = form.cut(create.rules.num_shares)
             name = str(facts["outer rule"])
-            rule = _own_rule(name, facts)
+            own = {fact.removeprefix(RULE): value for fact, value in facts.items() if fact.startswith(RULE)}
+            rule = rule_of_facts(name, own)
             return cls(form=form, outer=rule, outer_name=name, places=places, initial_sha256=str(facts[INITIAL]))
         except LogError:
             raise
@@ -141,26 +134,17 @@ class RunFacts:
         for name, place in self.places.items():
             if own[name].shape != place.shape:
                 raise LogError(f"entry 0 of the log describes {name:.80} in another shape than it has")
-            vectors[place.fragment][place.start : place.stop] = own[name].reshape(-1)
+            place.of(vectors[place.fragment]).copy_(own[name].reshape(-1))
         return vectors
 
     def named(self, vectors: Sequence[Tensor]) -> dict[str, Tensor]:
         """Views of the fragments' flat vectors by parameter name."""
-        return {
-            name: vectors[place.fragment][place.start : place.stop].view(place.shape)
-            for name, place in self.places.items()
-        }
+        return {name: place.of(vectors[place.fragment]).view(place.shape) for name, place in self.places.items()}
 
-
-_OWN_RULES = {rule.__name__: rule for rule in (Nesterov,)}
-
-
-def _own_rule(name: str, facts: Mapping[str, Any]) -> OuterRule | None:
-    """The outer rule of one of diloco's own classes, from its facts; None for another."""
-    if name not in _OWN_RULES:
-        return None
-    own = {fact.removeprefix(RULE): value for fact, value in facts.items() if fact.startswith(RULE)}
-    return _OWN_RULES[name].of_facts(own)
+    def spans(self, fragment: int) -> dict[str, Span]:
+        """The places of a fragment's parameters, in their order."""
+        own = ((name, place) for name, place in self.places.items() if place.fragment == fragment)
+        return dict(sorted(own, key=lambda item: (item[1].start, item[1].stop)))
 
 
 def _sizes(places: Iterable[Place], num_fragments: int) -> tuple[int, ...]:
@@ -531,7 +515,8 @@ class Replay:
         self._compare_base(p, decision.round - 1, source_of(decision.number), self._vectors[p])
         assert self._outer is not None, "where it is None, no Θ is known"
         average = decided_average(form, decision, content, self._scratch[: form.sizes[p]])
-        fragment, sync = FragmentState(self._vectors[p].__getitem__), Sync(p, decision.round, 0)
+        fragment = FragmentState(self._vectors[p].__getitem__, self._run_facts.spans(p))
+        sync = Sync(p, decision.round, 0)
         self._outer.on_average(fragment, average, sync, decision.cohort)
         self._rounds[p] = decision.round
         self.checked.steps += 1

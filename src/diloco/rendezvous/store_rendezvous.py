@@ -45,7 +45,8 @@ class StoreRendezvous:
         name: this replica's; a later process of the same name takes the place of an earlier one. None is the
             host's name and random letters.
         quorum: "majority": a decision waits for all active replicas until t + τ, then for the majority until
-            t + τ + patience; "all": each waits for all, as in a fixed group. None is the run's, or "majority".
+            t + τ + patience; a number: then for so many, or for all active ones where they are fewer, without
+            end; "all": each waits for all, as in a fixed group. None is the run's, or "majority".
         num_replicas: replicas that must have joined before the first inner step; None is the run's, or 1.
         patience: inner steps; None is H.
         weights: "tokens" or "tokens_squared_per_step"; None is the run's, or "tokens".
@@ -73,7 +74,7 @@ class StoreRendezvous:
         url: str,
         *,
         name: str | None = None,
-        quorum: Literal["majority", "all"] | None = None,
+        quorum: Literal["majority", "all"] | int | None = None,
         num_replicas: int | None = None,
         patience: int | None = None,
         weights: Literal["tokens", "tokens_squared_per_step"] | None = None,

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from diloco.outer.rules import outer_rule, spelling_of
 from diloco.report.page import BLACK, Chart, Lane, Points, Section, Series, Table
 from diloco.report.setup import CommandOf, comparison_headline, headline, samples, setup
 from diloco.report.text import (
@@ -71,9 +72,9 @@ def run_facts(run: RunTail) -> dict[str, str]:
         facts |= {
             "H": str(diloco.sync_every),
             "τ": ", ".join(map(str, diloco.overlaps)),
-            "α": f"{diloco.mixing:g}",
+            "merge": diloco.merge_rule,
         }
-        facts |= {"wire": str(diloco.wire), "η": f"{diloco.outer_learning_rate:g}"}
+        facts |= {"wire": str(diloco.wire), "outer": spelling_of(outer_rule(diloco.outer_rule))}
     return {name: value for name, value in facts.items() if value}
 
 
@@ -313,16 +314,29 @@ def _run_charts(run: RunTail) -> Iterator[Chart]:
     if any(steps.first_merges for steps in run.replicas.values()):
         yield _timeline(run, run.config.diloco.sync_every)
     bins = run.first.outer_bins
-    norms = {p: [_point(one.last, one.norm / one.num_norms) for one in bins[p] if one.num_norms] for p in bins}
-    cosines = {
-        p: [_point(one.last, one.cosine / one.num_cosines) for one in bins[p] if one.num_cosines] for p in bins
-    }
-    if any(norms.values()):
+
+    def means(name: str) -> dict[int, Points]:
+        return {
+            p: [
+                _point(one.last, getattr(one, name) / number)
+                for one in bins[p]
+                if (number := getattr(one, f"num_{name}s"))
+            ]
+            for p in bins
+        }
+
+    if any((norms := means("norm")).values()):
         about = "Size of a round's change, by fragment. It falls as training settles; a jump is a warning."
         yield _by_fragment("Norm of the mean outer gradient", "norm", norms, about, from_zero=True)
-    if any(cosines.values()):
+    if any((cosines := means("cosine")).values()):
         about = "Agreement of the replicas: 1 if their changes are the same, 0 if they have nothing in common."
         yield _by_fragment("Cosine between the replicas' outer gradients", "cosine", cosines, about)
+    if any((cosines := means("successive_cosine")).values()):
+        about = "How far a round's change goes on with the one before: the more, the more outer momentum adds up."
+        yield _by_fragment("Cosine of successive mean outer gradients, ρ", "cosine", cosines, about)
+    if any((gains := means("gain")).values()):
+        about = "The part of an outer step along its mean outer gradient, in that gradient: η (1 + μ/(1 − μρ))."
+        yield _by_fragment("Gain of the outer step", "gain", gains, about, from_zero=True)
 
 
 def _drawn(charts: Sequence[Chart]) -> Iterator[Chart]:

@@ -90,6 +90,7 @@ def config_setup(config: TrainConfig) -> dict[str, str]:
     return {
         "model": _model(config),
         "batch": f"{config.global_batch} sequences of {config.sequence_length:,} tokens per step, all replicas",
+        "inner optimizer": config.optimizer.name,
         "learning rate": f"warm-up of {learning_rate_text(config)}",
     }
 
@@ -151,8 +152,12 @@ def learning_rate_text(config: TrainConfig, *, warmup: str = "") -> str:
     down = "a cosine"
     if inner.schedule == "wsd":
         down = f"constant until a decay over the last {inner.decay_fraction:.0%} of the steps,"
+    if inner.name == "schedule_free":
+        down = "constant"
+    else:
+        down += f" to {inner.final_fraction:.0%}"
     up = warmup if inner.warmup_steps is None else f"{inner.warmup_steps} steps"
-    return f"{up} up to {inner.learning_rate:g}, then {down} to {inner.final_fraction:.0%}"
+    return f"{up} up to {inner.learning_rate:g}, then {down}"
 
 
 def samples(directory: Path) -> Iterator[Sample]:

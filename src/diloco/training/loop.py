@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from diloco.data.sampling import Batches, Sampler, SlotSampler
-from diloco.data.shards import TokenShards, open_split
+from diloco.data.shards import TokenShards, open_training_text
 from diloco.errors import ExchangeError, FileError, TrainingError
 from diloco.exchange.transport import agree, fail_together, share
 from diloco.integrations.trackers import tracker
@@ -24,7 +24,7 @@ from diloco.training.config.resolve import resolved, shared_facts, text_facts
 from diloco.training.hardware import model_flops_utilization
 from diloco.training.optimizer import learning_rate
 from diloco.training.records.checkpoints import Checkpoints
-from diloco.training.records.metrics import MetricsLog, StepMetrics
+from diloco.training.records.metrics import MetricsLog, StepMetrics, metrics_file
 from diloco.training.records.runs import check_text, claim_together, continued, newest_common_step
 from diloco.training.records.summary import (
     OUTER_FILE,
@@ -35,7 +35,7 @@ from diloco.training.records.summary import (
     evaluate,
     open_held_out,
 )
-from diloco.training.records.tail import ReplicaSteps, replica_tail
+from diloco.training.records.tail import ReplicaSteps, ReplicaTail
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import BegunStep, begin_step, end_step
 from diloco.training.stopping import Stop, stoppable
@@ -257,7 +257,7 @@ class _Run:
         if self.log is None:
             return None
         try:
-            steps = replica_tail(self.config.directory, self.config, self.world.replica).read()
+            steps = ReplicaTail(metrics_file(self.config.directory, self.world.replica)).read()
         except FileError as error:
             _LOG.warning("%s; the run is finished, and %s leaves out this replica's metrics", error, SUMMARY_FILE)
             return None
@@ -282,7 +282,7 @@ def _set_up(asked: TrainConfig, *, resume: bool, on_step: Callable[[StepMetrics]
         )
         stack.enter_context(lost_processes_named(state))
         if resume:
-            check_text(config.directory, config.data.prepared, field="data.prepared")
+            check_text(config.directory, config.data, field="data.prepared")
             held, apart = checkpoints.steps(), config.steps_apart
             if step := newest_common_step(config.checkpoints, world, held, steps_apart=apart):
                 state.load(checkpoints, step)
@@ -301,13 +301,11 @@ def _open_log(config: TrainConfig, world: World, state: TrainState) -> MetricsLo
     """The file of a replica's metrics, and its trackers."""
     run, hparams, directory = config.name, hyperparameters(config), config.directory
     replica, after_step = world.replica, state.step
-    # Where replicas come and go, the others may have trained since this one last read the log.
-    tokens_before = state.standing.tokens if world.rendezvous is None else None
     trackers = [
         tracker(name, run=run, replica=replica, hparams=hparams, directory=directory, after_step=after_step)
         for name in config.trackers
     ]
-    return MetricsLog(directory, replica, after_step=after_step, tokens_before=tokens_before, trackers=trackers)
+    return MetricsLog(directory, replica, after_step=after_step, trackers=trackers)
 
 
 def _serve_metrics(config: TrainConfig, state: TrainState, replica: int, stack: ExitStack) -> None:
@@ -323,10 +321,9 @@ def _serve_metrics(config: TrainConfig, state: TrainState, replica: int, stack: 
 
 def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, HeldOut]:
     """Both splits, once all replicas are known to read the same text with the same settings."""
-    assert config.data.prepared is not None, "the config is resolved"
-    corpus = open_split(config.data.prepared, "train")
+    corpus = open_training_text(config.data)
     member = "replica" if world.num_ranks == 1 else "process"
-    agree(world.everyone, shared_facts(config) | text_facts(config.data.prepared).shared, member=member)
+    agree(world.everyone, shared_facts(config) | text_facts(config.data).shared, member=member)
     return corpus, open_held_out(config)
 
 

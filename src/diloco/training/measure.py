@@ -27,8 +27,8 @@ from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolve, resolved
 from diloco.training.data_parallel import DataParallel
 from diloco.training.hardware import chosen_device
-from diloco.training.loop import open_batches, open_split
-from diloco.training.optimizer import adamw, learning_rate
+from diloco.training.loop import open_batches, open_training_text
+from diloco.training.optimizer import inner_optimizer, learning_rate
 from diloco.training.prepare import prepare_run
 from diloco.training.state import FixedProgress, TrainState, initial_state
 from diloco.training.step import inner_step
@@ -124,7 +124,7 @@ def flops_per_second(config: TrainConfig, *, num_cores: int) -> float:
     model = replace(config.model, vocab_size=config.model.vocab_size or 257).build(seed=0)
     inner, micro_batch = replace(config.optimizer, weight_decay=0.0), config.micro_batch or config.process_batch
     sync, progress = DataParallel(model, model, 1), FixedProgress(1, 1)
-    state = TrainState(model, model, adamw(model, inner), inner, micro_batch, sync, progress)
+    state = TrainState(model, model, inner_optimizer(model, inner), inner, micro_batch, sync, progress)
     batch = np.zeros((config.process_batch, config.sequence_length + 1), dtype=np.int64)
     with torch_threads(1):
         world = alone(config.precision)
@@ -277,8 +277,7 @@ def demo_gradient(recipe_name: str = "laptop") -> Tensor:
         settings = replace(default, runs=Path(directory), num_replicas=1, data=data)
         config = resolved(prepare_run(settings))
         world = alone(config.precision)
-        assert config.data.prepared is not None, "the config is resolved"
-        batches = open_batches(config, world, open_split(config.data.prepared, "train"))
+        batches = open_batches(config, world, open_training_text(config.data))
         state = initial_state(config, world)
         start_N = torch.nn.utils.parameters_to_vector(state.model.parameters()).detach().clone()
         for step in range(1, config.diloco.sync_every + 1):

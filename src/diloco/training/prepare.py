@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
+from diloco.data.config import DataConfig
 from diloco.data.prepare import ProgressCallback
 from diloco.data.prepare import resolve as resolve_data
-from diloco.data.shards import open_split, read_index
+from diloco.data.shards import open_training_text, read_index
 from diloco.data.tokenizers import ByteTokenizer
 from diloco.errors import UserError, setting
 from diloco.files import require
@@ -19,7 +20,16 @@ from diloco.schema import checked_name
 from diloco.training.config.config import TrainConfig, differences
 from diloco.training.config.engine_settings import check_sends, checked_settings
 from diloco.training.config.recipes import PAPER_RECIPES, recipe_of
-from diloco.training.config.resolve import Budget, check_model, resolve, resolved, with_budget, with_method_values
+from diloco.training.config.resolve import (
+    TRAIN_TOKENS,
+    Budget,
+    check_model,
+    resolve,
+    resolved,
+    text_facts,
+    with_budget,
+    with_method_values,
+)
 from diloco.training.processes import under_a_launcher
 from diloco.training.records.runs import check_text, check_unclaimed, resume_config
 from diloco.training.records.summary import open_held_out
@@ -50,7 +60,7 @@ def prepare_run(
     if resume is not None:
         _check_device(asked)
         if budget is not None:
-            check_text(resume, asked.data.prepared, field="data.prepared")
+            check_text(resume, asked.data, field="data.prepared")
             asked = _with_budget(asked, budget)
         return resume_config(resume, asked)
     refuse_what_means_nothing(asked)
@@ -69,12 +79,12 @@ def prepare_run(
     schedule = _checked_before_the_text(asked, budget)
     directory = resolve_data(asked.data, progress=progress)
     if asked.rendezvous is not None and not asked.recipe:
-        _check_joined_text(asked.rendezvous, directory)
+        _check_joined_text(asked.rendezvous, replace(asked.data, prepared=directory))
     asked = _with_budget(replace(asked, data=replace(asked.data, prepared=directory)), budget)
     config = resolved(asked)
     if schedule is not None:
         check_sends(schedule, config.num_steps)
-    epoch_tokens(directory, config.sequence_length)
+    epoch_tokens(config)
     open_held_out(config)  # too little text is refused now, not after the last step
     return asked if own is None else resume_config(own, asked)
 
@@ -114,19 +124,26 @@ def _checked_before_the_text(asked: TrainConfig, budget: Budget | None) -> Sched
     return checked_settings(with_method_values(replace(asked, model=model))).schedule
 
 
-def _check_joined_text(url: str, prepared: Path) -> None:
+def _check_joined_text(url: str, data: DataConfig) -> None:
     from diloco.training.config.joined import check_text as check_joined
     from diloco.training.config.joined import facts_of
 
-    facts = facts_of(url)
+    facts, own = facts_of(url), text_facts(data)
+    assert data.prepared is not None, "the text is prepared"
     try:
-        check_joined(facts, prepared)
+        check_joined(facts, data.prepared)
     except UserError as error:
         raise UserError(
             f"{error}: name the sources and the tokenizer that the run was created with by data.train and "
             "data.tokenizer, or a copy of its prepared directory by data.prepared",
             *("data.train", "data.tokenizer", "data.prepared"),
         ) from None
+    if (most := facts.get(TRAIN_TOKENS)) != own.num_tokens:
+        raise UserError(
+            f"the run in {url} reads the first {most} tokens of its training text, and this replica would read "
+            f"{own.num_tokens}: set data.max_train_tokens={most}",
+            "data.max_train_tokens",
+        )
 
 
 def _with_budget(asked: TrainConfig, budget: Budget | None) -> TrainConfig:
@@ -136,17 +153,17 @@ def _with_budget(asked: TrainConfig, budget: Budget | None) -> TrainConfig:
     assert asked.data.prepared is not None, "the text is prepared"
     vocab_size = asked.model.vocab_size or read_index(asked.data.prepared).vocab_size
     sized = replace(asked, model=replace(asked.model, vocab_size=vocab_size))
-    budgeted = with_budget(sized, budget, epoch_tokens=epoch_tokens(asked.data.prepared, asked.sequence_length))
+    budgeted = with_budget(sized, budget, epoch_tokens=epoch_tokens(asked))
     return replace(asked, num_tokens=budgeted.num_tokens)
 
 
-def epoch_tokens(prepared: Path, sequence_length: int) -> int:
+def epoch_tokens(config: TrainConfig) -> int:
     """The tokens of one pass over the training text, which all replicas together read.
 
     Raises:
         UserError: if the text is shorter than one sequence.
     """
-    return open_split(prepared, "train").num_windows(sequence_length) * sequence_length
+    return open_training_text(config.data).num_windows(config.sequence_length) * config.sequence_length
 
 
 def refuse_what_means_nothing(asked: TrainConfig) -> None:

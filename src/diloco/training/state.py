@@ -14,7 +14,7 @@ from diloco.exchange.group import TorchGroup
 from diloco.models.language_model import LanguageModel
 from diloco.outer.step import OuterStep
 from diloco.schema import Count, Seconds
-from diloco.training.config.config import AdamWConfig, TrainConfig
+from diloco.training.config.config import OptimizerConfig, TrainConfig
 from diloco.training.config.engine_settings import engine_settings, frozen_parameters
 from diloco.training.config.resolve import check_sizes
 from diloco.training.data_parallel import (
@@ -24,7 +24,7 @@ from diloco.training.data_parallel import (
     data_parallel,
     settle_buckets,
 )
-from diloco.training.optimizer import AdamW, adamw, no_moments
+from diloco.training.optimizer import InnerOptimizer, inner_optimizer
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.records.metrics import MeanLoss, MeanLossState
 from diloco.training.world import World
@@ -177,9 +177,9 @@ class TrainState:
     """θ_m, or this process's shards of it."""
     forward: nn.Module
     """The model as training calls it: itself, compiled, or wrapped in DistributedDataParallel."""
-    optimizer: AdamW
+    optimizer: InnerOptimizer
     """The inner optimizer."""
-    inner: AdamWConfig
+    inner: OptimizerConfig
     """The settings of the inner step: of the optimizer, the loss and the clipping."""
     micro_batch: int
     """Sequences a forward pass of this process."""
@@ -195,6 +195,8 @@ class TrainState:
     """The losses of all replicas, for logs; None for the baseline, and with a rendezvous."""
     step: int = 0
     """Inner steps taken."""
+    resumed_step: int = 0
+    """Inner steps taken before this process."""
     standing: Standing = field(init=False)
     """The standing of the whole run after the last step taken."""
     seconds: float = 0.0
@@ -226,20 +228,19 @@ class TrainState:
         """Take up what was saved, on as many shards as there are now; every replica must load the same step."""
         facts = checkpoints.facts(step, _Facts)
         tensors = self._tensors(_parted(self.sync.state_dict())[1])
-        checkpoints.load(step, tensors)
+        checkpoints.load(step, tensors)  # the optimizer's in place
         self.seconds, self.blocked_seconds = facts.seconds, facts.blocked_seconds
         self.model.load_state_dict(tensors["model"])
-        moments = dict(enumerate(tensors["optimizer"].values()))
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
         self.sync.load_state_dict(facts.sync | tensors["sync"])
         if self.mean_loss is not None and facts.mean_loss is not None:
             self.mean_loss.restore(facts.mean_loss)
         self.took(facts.step)
+        self.resumed_step = facts.step
 
     def _tensors(self, sync: dict[str, Any]) -> dict[str, Any]:
         """All tensors by name: the model's, the optimizer's, and the synchronizer's."""
         optimizer = {
-            name: self.optimizer.state[parameter] or no_moments(parameter)
+            name: self.optimizer.state[parameter]
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
         }
@@ -281,7 +282,7 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         _shard(model, world)
     assert config.micro_batch is not None, "the config is resolved"
     inner, micro_batch = config.optimizer, config.micro_batch
-    optimizer, batch = adamw(model, inner), (micro_batch, config.sequence_length)
+    optimizer, batch = inner_optimizer(model, inner), (micro_batch, config.sequence_length)
     forward: nn.Module = torch.compile(model) if config.compile else model  # pyright: ignore[reportAssignmentType]
     fixed = FixedProgress(config.num_steps, config.tokens_per_step)
     if config.method == "data_parallel":

@@ -32,6 +32,7 @@ class BegunStep:
 
     step: int
     tokens: int
+    new_tokens: int | None
     learning_rate: float
     read_loss_and_norm: Callable[[], Tensor]
     """Waits for the replica's loss and gradient norm, FP64."""
@@ -63,7 +64,9 @@ def begin_step(
     Raises:
         ExchangeError: if other replicas are gone.
     """
-    sync, step = state.sync, state.step + 1
+    sync, step, tokens_before = state.sync, state.step + 1, state.standing.tokens
+    # Where replicas come and go, the others have trained while this one had no process.
+    is_known = world.rendezvous is None or state.step > state.resumed_step
     blocked_before, sent_before, received_before = sync.blocked_seconds, sync.bytes_sent, sync.bytes_received
     loss_and_norm = begin_inner_step(state, batch, world, rate)
     read_loss_and_norm = begin_to_host(loss_and_norm)
@@ -81,6 +84,7 @@ def begin_step(
     return BegunStep(
         step=step,
         tokens=state.standing.tokens,
+        new_tokens=state.standing.tokens - tokens_before if is_known else None,
         learning_rate=rate,
         read_loss_and_norm=read_loss_and_norm,
         read_blocked=begin_to_host(blocked),
@@ -132,6 +136,7 @@ def end_step(begun: BegunStep, state: TrainState, world: World, *, since: float)
     return StepMetrics(
         step=begun.step,
         tokens=begun.tokens,
+        new_tokens=begun.new_tokens,
         loss=loss,
         learning_rate=begun.learning_rate,
         grad_norm=grad_norm,
@@ -168,7 +173,8 @@ def begin_inner_step(state: TrainState, batch: np.ndarray, world: World, rate: f
     """
     for group in state.optimizer.param_groups:
         group["lr"] = rate
-    loss_and_norm = gradients(state, batch, world)
+    with state.optimizer.at_gradient_points():
+        loss_and_norm = gradients(state, batch, world)
     state.optimizer.step(found_inf=(~loss_and_norm.isfinite().all()).float())
     state.optimizer.zero_grad()
     return loss_and_norm

@@ -69,7 +69,7 @@ def meeting(config: TrainConfig) -> Iterator["StoreRendezvous"]:
             max_local_steps=elastic.max_local_steps,
             step_tokens=config.replica_tokens,
             timeout_seconds=config.timeout_seconds,
-            facts=facts_with_rendezvous(config) | text_facts(config.data.prepared).shared,
+            facts=facts_with_rendezvous(config) | text_facts(config.data).shared,
         )
     try:
         yield rendezvous

@@ -5,11 +5,11 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import ClassVar, Literal
 
 from diloco.errors import UserError
+from diloco.schema import spelled
 
 HEADER_BYTES = 32
 BASE_BYTES = slice(16, 24)
@@ -109,9 +109,47 @@ class Blocks(Format):
         return -(-num_elements // self.block) * self.scale_bytes
 
 
-@dataclass(frozen=True)
 class Sparse(Format):
-    """A share of N elements; the others are zero. The body is the places, if they are sent, then the values."""
+    """Some of N elements; the others are zero. The body is the places, if they are sent, then the values."""
+
+    @property
+    @abstractmethod
+    def dense(self) -> Format:
+        """The format of the kept elements."""
+
+    @abstractmethod
+    def num_values(self, num_elements: int) -> int:
+        """The number of values that are sent of N elements, computed in double precision."""
+
+    def body_bytes(self, num_elements: int) -> int:
+        """The places, if they are sent, and the body of the values."""
+        return self.places_bytes(num_elements) + self.dense.body_bytes(self.num_values(num_elements))
+
+    def places_bytes(self, num_elements: int) -> int:
+        """Length of the places; 0 where the receiver draws them from the key."""
+        return 0
+
+
+class Placed(Sparse):
+    """The places are sent, in the code of Elias and Fano."""
+
+    def places_bytes(self, num_elements: int) -> int:
+        """Low bits, then the bit vector."""
+        low_bytes, high_bits, _ = self.places_layout(num_elements)
+        return low_bytes + -(-high_bits // 8)
+
+    def places_layout(self, num_elements: int) -> tuple[int, int, int]:
+        """Bytes of all low bits, bits of the bit vector, low bits of one place."""
+        kept = self.num_values(num_elements)
+        if not kept:
+            return 0, 0, 0
+        num_low = (num_elements // kept).bit_length() - 1
+        return -(-kept * num_low // 8), kept + (num_elements - 1 >> num_low), num_low
+
+
+@dataclass(frozen=True)
+class Share(Sparse):
+    """A share of N elements, in any dense format."""
 
     density: float = 0.05
     """The share of the elements that is kept, from 2^-32 to 1: exactly, or on average."""
@@ -127,17 +165,10 @@ class Sparse(Format):
             raise UserError(f"{self.name}: values={self.values} must be one of {', '.join(dense)}")
         object.__setattr__(self, "density", float(self.density))  # 1 and 1.0 are one format
 
-    @abstractmethod
-    def num_values(self, num_elements: int) -> int:
-        """The number of values that are sent of N elements, computed in double precision."""
-
-    def body_bytes(self, num_elements: int) -> int:
-        """The places, if they are sent, and the body of the values."""
-        return self.places_bytes(num_elements) + FORMATS[self.values]().body_bytes(self.num_values(num_elements))
-
-    def places_bytes(self, num_elements: int) -> int:
-        """Length of the places; 0 where the receiver draws them from the key."""
-        return 0
+    @property
+    def dense(self) -> Format:
+        """The format that `values` names."""
+        return FORMATS[self.values]()
 
 
 class FP32(Unscaled):
@@ -202,8 +233,8 @@ class INT2(Blocks):
     name, bits, scale_bytes = "int2", 2, 4
 
 
-class TopK(Sparse):
-    """The k = ⌈density·N⌉ largest magnitudes, and their places in the code of Elias and Fano."""
+class TopK(Share, Placed):
+    """The k = ⌈density·N⌉ largest magnitudes."""
 
     name = "topk"
 
@@ -211,21 +242,52 @@ class TopK(Sparse):
         """k."""
         return min(num_elements, math.ceil(self.density * num_elements))
 
-    def places_bytes(self, num_elements: int) -> int:
-        """Low bits, then the bit vector."""
-        low_bytes, high_bits, _ = self.places_layout(num_elements)
-        return low_bytes + -(-high_bits // 8)
 
-    def places_layout(self, num_elements: int) -> tuple[int, int, int]:
-        """Bytes of all low bits, bits of the bit vector, low bits of one place."""
-        kept = self.num_values(num_elements)
-        if not kept:
-            return 0, 0, 0
-        num_low = (num_elements // kept).bit_length() - 1
-        return -(-kept * num_low // 8), kept + (num_elements - 1 >> num_low), num_low
+@dataclass(frozen=True)
+class Pulse(TopK):
+    """Elements that change the outer parameters as the model sees them, at most `density`·N."""
+
+    name = "pulse"
+    mask: Literal["bf16", "fp32"] = "bf16"
+    """The dtype in which Θ must change."""
 
 
-class FedDropout(Sparse):
+class Halves(Blocks):
+    """Sign and half of each value between the smallest and the largest magnitude of its block; not by itself."""
+
+    name, bits, scale_bytes = "halves", 2, 4
+
+
+@dataclass(frozen=True)
+class SparseLoCo(Placed):
+    """The k largest magnitudes of each block, at 2 bits."""
+
+    name = "sparseloco"
+    block: int = 4096
+    """Elements that are compared."""
+    k: int = 64
+    """Elements of each block that are kept."""
+
+    def __post_init__(self) -> None:
+        """Refuse what does not fill bytes, or fit a GPU's registers."""
+        if not 4 <= self.k <= self.block <= 8192 or self.k % 4:
+            raise UserError(
+                f"{self.name}: k must be a multiple of 4 and at most block, and block at most 8192, not "
+                f"k={self.k} and block={self.block}"
+            )
+
+    @property
+    def dense(self) -> Format:
+        """Two bits, and two bounds per block."""
+        return Halves(block=self.k)
+
+    def num_values(self, num_elements: int) -> int:
+        """k per block, and of a shorter last one the same share, rounded up."""
+        whole, rest = divmod(num_elements, self.block)
+        return whole * self.k + -(-rest * self.k // self.block)
+
+
+class FedDropout(Share):
     """A random subset, the same on all replicas: each element is kept with the probability `density`."""
 
     name = "feddropout"
@@ -251,7 +313,23 @@ class DARE(FedDropout):
 
 FORMATS: dict[str, type[Format]] = {
     kind.name: kind
-    for kind in (FP32, BF16, FP16, E4M3, E5M2, E2M1, E3M0, INT8, INT4, INT2, TopK, FedDropout, DARE)
+    for kind in (
+        FP32,
+        BF16,
+        FP16,
+        E4M3,
+        E5M2,
+        E2M1,
+        E3M0,
+        INT8,
+        INT4,
+        INT2,
+        TopK,
+        FedDropout,
+        DARE,
+        SparseLoCo,
+        Pulse,
+    )
 }
 """Every format by its name."""
 
@@ -273,29 +351,8 @@ def parse(spec: str) -> Format:
     >>> parse("e3m0:block=128").payload_bytes(1_000_000)
     507845
     """
-    name, _, options = spec.partition(":")
+    name, _, _ = spec.partition(":")
     if name not in FORMATS:
         meant = f"did you mean {_OTHER_NAMES[name]}? There are" if name in _OTHER_NAMES else "choose one of"
         raise UserError(f"{spec!r} is not a codec: {meant} {', '.join(FORMATS)}")
-    kind = FORMATS[name]
-    readers = {field.name: _READERS[field.type] for field in fields(kind)}
-    chosen: dict[str, Any] = {}
-    for option in filter(None, options.split(",")):
-        key, _, text = option.partition("=")
-        if key not in readers or key in chosen:
-            expected = ", ".join(f"{known}={wanted}" for known, (wanted, _) in readers.items()) or "none"
-            raise UserError(f"{option!r} is not an option of {name}, or given twice (it has: {expected})")
-        wanted, read = readers[key]
-        try:
-            chosen[key] = read(text)
-        except (KeyError, ValueError):
-            raise UserError(f"{spec!r}: {key} must be {wanted}, not {text!r}") from None
-    return kind(**chosen)
-
-
-_READERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
-    int: ("INTEGER", int),
-    float: ("NUMBER", float),
-    str: ("CODEC", str),
-    bool: ("true|false", {"true": True, "false": False}.__getitem__),
-}
+    return spelled(FORMATS[name], spec, words="CODEC")

@@ -141,25 +141,35 @@ class Codec(Format):
 
     never_written: ClassVar[str] = "values that are never written"
     """The words for a body that is not sound."""
+    needs_outer: ClassVar[bool] = False
+    """True if what is sent depends on the outer parameters: `gated` is called where they are given."""
 
-    def encode(self, delta_N: Tensor, key: Key = Key(), *, base: int = 0) -> Tensor:  # noqa: B008
+    def encode(
+        self,
+        delta_N: Tensor,
+        key: Key = Key(),  # noqa: B008
+        *,
+        base: int = 0,
+        outer_N: Tensor | None = None,
+    ) -> Tensor:
         """The payload of a flat FP32 vector: uint8, `payload_bytes(N)` long, on the same device.
 
         Args:
             delta_N: the outer gradient, or a share of it; any layout.
             key: whose outer gradient it is.
             base: the digest of the outer parameters against which it was taken; 0 where it is not known.
+            outer_N: these outer parameters, where they are known; most codecs ignore them.
 
         Raises:
             NonFiniteError: if the vector holds NaN or an infinity.
             UserError: if it is not a flat FP32 vector.
         """
-        payload, is_finite = self.packed(delta_N, key)
+        payload, is_finite = self.packed(delta_N, key, outer_N)
         if not is_finite:
             raise non_finite()
         return self.seal(payload, delta_N.numel(), base=base)
 
-    def packed(self, delta_N: Tensor, key: Key) -> tuple[Tensor, Tensor]:
+    def packed(self, delta_N: Tensor, key: Key, outer_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """A payload of which only the body is written, and a bool on its device: True if the vector is finite.
 
         Nothing is read on the host: a GPU need not be waited for.
@@ -169,7 +179,14 @@ class Codec(Format):
         """
         _check_vector(delta_N)
         payload = recycled_bytes(self.payload_bytes(delta_N.numel()), delta_N.device)
-        return payload, self.pack(plain(delta_N.detach(), delta_N.device), payload[HEADER_BYTES:], key)
+        vector_N = plain(delta_N.detach(), delta_N.device)
+        if self.needs_outer and outer_N is not None:
+            vector_N = self.gated(vector_N, plain(outer_N.detach(), delta_N.device))
+        return payload, self.pack(vector_N, payload[HEADER_BYTES:], key)
+
+    def gated(self, delta_N: Tensor, outer_N: Tensor) -> Tensor:
+        """The vector that is packed, if the codec needs Θ; both are contiguous FP32 vectors."""
+        return delta_N
 
     def seal(self, payload: Tensor, num_elements: int, *, base: int) -> Tensor:
         """Write the header of a payload of N elements whose body is written; return the payload."""
@@ -349,9 +366,16 @@ class Unsealed(Codec):
         """Length of the codec's body."""
         return self.wire.body_bytes(num_elements)
 
-    def encode(self, delta_N: Tensor, key: Key = Key(), *, base: int = 0) -> Tensor:  # noqa: B008
+    def encode(
+        self,
+        delta_N: Tensor,
+        key: Key = Key(),  # noqa: B008
+        *,
+        base: int = 0,
+        outer_N: Tensor | None = None,
+    ) -> Tensor:
         """A payload of which only the body is written."""
-        payload, is_finite = self.packed(delta_N, key)
+        payload, is_finite = self.wire.packed(delta_N, key, outer_N)
         self.sizes.append(delta_N.numel())
         self.are_finite.append(is_finite)
         return payload

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from diloco.experiments.papers.experiment import Experiment
-from diloco.experiments.runner.rows import CURVE, EMBEDDING_CURVE, TENTHS
+from diloco.experiments.runner.rows import CURVE, EMBEDDING_CURVE, LOSS, TENTHS
 
 
 def made_up(
@@ -21,6 +21,8 @@ def made_up(
         row |= {"num_tokens": config.num_tokens, "num_steps": config.num_steps}
         loss = 30.0 * (params * config.num_tokens) ** -0.1 * (1 + 0.01 * run.labels["seed"]) * effect(row)
         row["eval_loss"] = loss
+        row |= {f"{LOSS}{percent}": loss * (1.5 - percent / 200) for percent in (25, 50, 75)}
+        row |= {"bytes_sent_per_replica": 1 + number, "data_parallel_bytes_per_replica": 10**6}
         sign = 1 if effect(row) >= 1 else -1
         row |= {"eval_loss_replica": loss + 0.1 * sign, "eval_loss_average": loss + 0.01 * sign}
         row |= {

@@ -2,13 +2,14 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tests.experiments.papers.made_up import made_up
 
 from diloco.errors import UserError
-from diloco.experiments.papers import EXPERIMENTS, experiment, streaming
+from diloco.experiments.papers import EXPERIMENTS, experiment, rules, streaming
 from diloco.experiments.papers.tiers import BASELINE, DILOCO, STREAMING, TIERS
 from diloco.scaling.gap_laws import diloco_gap, streaming_gap
 from diloco.training.config.engine_settings import check
@@ -27,9 +28,10 @@ def test_every_run_can_be_started(experiments, tmp_path):
     assert all("seed" in run.labels for run in runs)
     # Those that differ in the outer learning rate alone start alike.
     configs = {
-        replace(run.config, diloco=replace(run.config.diloco, outer_learning_rate=0.4))
-        for run in runs
-        if run.config.seed == 0
+        replace(
+            config, diloco=replace(config.diloco, outer_learning_rate=config.diloco.outer_learning_rate and 0.4)
+        )
+        for config in (run.config for run in runs if run.config.seed == 0)
     }
     for config in configs:
         vocab_size = 32_000 if config.data.tokenizer == "bpe:32000" else 257
@@ -78,6 +80,28 @@ def tuned_gap(row):
     return off + (diloco_gap(row["replicas"]).band(row["num_params"]).value if row["replicas"] else 0.0)
 
 
+WORSE = {
+    "holds": {"averaging": 0.1, "adamw": 0.1, "delayed_late": 0.005, "eager": 0.005, "translate": 0.1, "mix": 0.1},
+    "fails": {"averaging": -0.1, "auto": 0.02, "delayed_late": 0.1, "eager": 0.1, "pulse": 0.1, "taylor": 0.1},
+}
+"""By how much a rule's loss is above Nesterov's."""
+SPARSE = {"holds": -0.1, "fails": 0.1}
+
+
+def of_rule(row, claims):
+    """The effect of a rule, with which all claims hold, or fail: then the best η of RDA follows M."""
+    best_rate = 0.7 if claims == "holds" else {2: 0.5, 4: 1.0}.get(row["replicas"])
+    is_off = row["rule"] == "rda" and row["eta"] != best_rate
+    return WORSE[claims].get(row["rule"], 0.0) + 0.01 * is_off + SPARSE[claims] * (row["rule"] == "sparseloco")
+
+
+CLAIMED = [claim.name for claim in rules._CLAIMS]
+
+
+MUON = {0: 0.02, 1: 0.03, 2: 0.025, 4: 0.03, 8: 0.035}
+"""By how much Muon is better than AdamW, with M replicas."""
+
+
 # By how much the loss of a run is larger, so that the claim holds, and so that it does not.
 EFFECTS = {
     "scaling": (expected_gap, lambda r: 0.2 + 0.1 * SIZES[r["size"]] if r["method"] in LAWS else 0.0),
@@ -110,11 +134,29 @@ EFFECTS = {
         lambda r: 0.02 * (r["method"] != BASELINE),
     ),
     "sweep": (tuned_gap, lambda r: 0.2 * (r["replicas"] > 0)),
+    **dict.fromkeys(
+        ("rules", "few_outer_steps"), tuple(partial(of_rule, claims=claims) for claims in ("holds", "fails"))
+    ),
+    "inner_optimizers": (
+        lambda r: -MUON[r["replicas"]] * (r["optimizer"] == "muon"),
+        lambda r: 0.02 * (r["optimizer"] == "muon") * (r["replicas"] + 1),
+    ),
     # A loss that jumps at the largest size is not predicted by the smaller ones.
     "extrapolation": (tuned_gap, lambda r: (r["replicas"] > 0) * (0.3 if r["size"] == "0.24M" else 0.05)),
 }
 # The verdicts that are no plain "agrees" and "disagrees".
 VERDICTS = {
+    "rules": tuple("; ".join(f"{name}: {answer}" for name in CLAIMED) for answer in ("agrees", "disagrees")),
+    # One value of M says nothing of another's best η.
+    "few_outer_steps": tuple(
+        "; ".join(f"{name}: {'cannot tell' if name == 'rda' else answer}" for name in CLAIMED)
+        for answer in ("agrees", "disagrees")
+    ),
+    "inner_optimizers": tuple(
+        f"lower at every M: {answer}; closer to Data-Parallel with M > 2: {answer}; "
+        f"not above it with M = 1: {answer}"
+        for answer in ("agrees", "disagrees")
+    ),
     "scaling": ("gaps: within the band; slopes: agrees", "gaps: above the band; slopes: disagrees"),
     "overtraining": (
         "gaps at the least budget: within the band; no growth with tokens: agrees",

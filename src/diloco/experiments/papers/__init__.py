@@ -1,14 +1,14 @@
-"""The papers' experiments by name: a file per paper."""
+"""The papers' experiments by name: a file per paper, and one for the rules and optimizers of several."""
 
 from collections.abc import Callable
 
 from diloco.errors import UserError, nearest
-from diloco.experiments.papers import laws, streaming
+from diloco.experiments.papers import laws, rules, streaming
 from diloco.experiments.papers.experiment import Experiment
 from diloco.experiments.papers.tiers import Tier
 
 EXPERIMENTS: dict[str, Callable[[Tier], Experiment]] = {
-    recipe.__name__: recipe for recipe in (*streaming.EXPERIMENTS, *laws.EXPERIMENTS)
+    recipe.__name__: recipe for recipe in (*streaming.EXPERIMENTS, *laws.EXPERIMENTS, *rules.EXPERIMENTS)
 }
 """The experiments by name, in the order of the papers."""
 

@@ -80,6 +80,10 @@ class Change(NamedTuple):
             return "cannot tell"
         return common(value > at_least for value in values)
 
+    def falls(self) -> Verdict:
+        """The verdict of `rises` on the opposite."""
+        return Change({seed: -value for seed, value in self.by_seed.items()}).rises()
+
     def minus(self, other: "Change") -> "Change":
         """The difference to another change, over the seeds that both have."""
         both = self.by_seed.keys() & other.by_seed.keys()

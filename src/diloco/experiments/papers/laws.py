@@ -32,6 +32,7 @@ from diloco.scaling.judgement import EXTRAPOLATED, EXTRAPOLATED_PARAMS
 from diloco.scaling.power_laws import JOINT, LAWS, PowerLawFit
 from diloco.scaling.table import method_name, published_table
 from diloco.training.config.config import TrainConfig
+from diloco.training.config.engine_settings import outer_rate
 
 
 def sync_cadence(tier: Tier) -> Experiment:
@@ -324,7 +325,7 @@ def sweep(tier: Tier) -> Experiment:
                 labels |= {"learning_rate": config.optimizer.learning_rate, "batch_tokens": config.tokens_per_step}
                 labels |= {"tokens": config.num_tokens}
                 if replicas:
-                    labels |= {"outer_learning_rate": config.diloco.outer_learning_rate}
+                    labels |= {"outer_learning_rate": outer_rate(config)}
                     labels |= {"sync_every": config.diloco.sync_every}
                 yield LabelledRun(labels, config)
 

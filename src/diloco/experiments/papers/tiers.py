@@ -84,6 +84,46 @@ class Extrapolation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RulesGrid:
+    """Runs of every outer rule and merge rule on one base."""
+
+    base: TrainConfig
+    """The config that all of them vary."""
+    replicas: tuple[int, ...]
+    """Values of M, the smallest first."""
+    sync_everies: tuple[int, ...]
+    """Values of H."""
+    outer_learning_rates: Mapping[str, tuple[float | None, ...]]
+    """Values of η by the name of the rule, whose other settings the experiment has; None is the rule's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InnerGrid:
+    """Runs of Data-Parallel and DiLoCo with several inner optimizers on one base."""
+
+    base: TrainConfig
+    """The config that all of them vary."""
+    replicas: tuple[int, ...]
+    """Values of M, the smallest first; Data-Parallel is always beside them."""
+    optimizers: tuple[str, ...]
+    """Names of the inner optimizers, AdamW first."""
+    rates: tuple[float, ...]
+    """Multiples of the base's learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparisons:
+    """The grids of the experiments of neither paper."""
+
+    rules: RulesGrid
+    """As many steps as the papers' smallest runs have."""
+    few_outer_steps: RulesGrid
+    """The same rules in 17 outer steps."""
+    inner_optimizers: InnerGrid
+    """Inner optimizers, in as many steps as `rules`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tier:
     """Base configs, and the values that the experiments vary around them."""
 
@@ -113,6 +153,8 @@ class Tier:
     """The grid that is searched for the best hyperparameters."""
     extrapolation: Extrapolation
     """The models whose loss is predicted."""
+    comparisons: Comparisons
+    """The grids over outer rules and inner optimizers."""
     tuned: Callable[[TrainConfig, Method, int, Kind | None], TrainConfig] | None = None
     """The config of a size at the hyperparameters of a method with M replicas; None leaves those of the size."""
     of_laws: "Tier | None" = None
@@ -141,6 +183,7 @@ class Tier:
         method: Method = STREAMING,
         *,
         size: str | None = None,
+        base: TrainConfig | None = None,
         num_replicas: int = 2,
         tokens: float = 1.0,
         batch: float = 1.0,
@@ -154,6 +197,7 @@ class Tier:
         Args:
             method: how the replicas are synchronized.
             size: a name in `sizes`, or in `overtrained`; None is the base.
+            base: a config to vary in the place of a size's.
             num_replicas: M, but for Data-Parallel.
             tokens: multiple of the size's token budget.
             batch: multiple of the batch; the learning rate grows with its square root, as suits AdamW.
@@ -162,7 +206,7 @@ class Tier:
             fit: of the laws that give the hyperparameters, as `hyperparameters` takes it.
             diloco: fields of DilocoConfig; Data-Parallel has none.
         """
-        config = (self.overtrained if overtrained else self.sizes)[size or self.base]
+        config = base or (self.overtrained if overtrained else self.sizes)[size or self.base]
         is_baseline = method == BASELINE
         if is_baseline:
             num_replicas = self.data_parallel_replicas
@@ -241,7 +285,56 @@ def small(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
         extrapolation=Extrapolation(
             sizes=(largest,), fitted=(base, other), fits=tuple(("independent", m) for m in (0, 1, 2, 4))
         ),
+        comparisons=Comparisons(
+            rules=_rules_grid(longer := _longer(sizes[base])),
+            few_outer_steps=_rules_grid(_shorter(sizes[base]), replicas=(2,), sync_everies=(30,)),
+            inner_optimizers=_inner_grid(longer),
+        ),
     )
+
+
+def _longer(base: TrainConfig) -> TrainConfig:
+    """1.2M parameters and 7,200 steps, as many as the papers' smallest runs have.
+
+    The best learning rate is 0.001 in 23,730 steps, and 0.002 in 2,048 (docs/results/quality.md): one between.
+    """
+    model = DecoderConfig(num_layers=6, num_heads=2, width=128)
+    optimizer = replace(base.optimizer, learning_rate=0.00141)
+    return replace(base, model=model, optimizer=optimizer, global_batch=8, num_tokens=7200 * 8 * 128)
+
+
+def _shorter(base: TrainConfig) -> TrainConfig:
+    """512 steps of half the batch: 17 outer steps with H = 30, and a minute on two cores."""
+    optimizer = replace(base.optimizer, learning_rate=base.optimizer.learning_rate * 0.5**0.5)
+    evaluation = replace(base.evaluation, num_tokens=65_536)
+    return replace(
+        base, optimizer=optimizer, evaluation=evaluation, global_batch=8, num_tokens=512 * 8 * base.sequence_length
+    )
+
+
+def _rules_grid(
+    base: TrainConfig, *, replicas: tuple[int, ...] = (2, 4), sync_everies: tuple[int, ...] = (30, 100)
+) -> RulesGrid:
+    return RulesGrid(base=base, replicas=replicas, sync_everies=sync_everies, outer_learning_rates=_RATES_OF_RULES)
+
+
+_RATES_OF_RULES: dict[str, tuple[float | None, ...]] = {
+    "averaging": (1.0,),
+    "nesterov": (0.2, 0.4, 0.8),
+    "auto": (None,),
+    "rda": (0.5, 0.7, 1.0),
+    "rda_momentum": (0.4, 0.7),
+    "delayed_nesterov": (0.4, 0.8),
+    "sparseloco": (0.5, 1.0),
+    "pulse": (0.4,),
+    "adamw": (0.01, 0.03),
+    **dict.fromkeys(("mix", "overwrite", "translate", "taylor", "eager"), (0.4,)),
+    "delayed_late": (0.4, 0.8),
+}
+
+
+def _inner_grid(base: TrainConfig) -> InnerGrid:
+    return InnerGrid(base=base, replicas=(1, 2, 4, 8), optimizers=("adamw", "muon"), rates=(0.5, 1, 2))
 
 
 _SMALL_TUNING = TuningGrid(
@@ -258,9 +351,16 @@ def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
     # All runs on C4 have one text, whatever they read of it, and the same words are held out of it.
     text = DataConfig(train=corpus or C4, held_out=held_out, tokenizer="bpe:32000")
     dolma = replace(text, train=text.train if corpus else DOLMA)
-    of_laws = _of_laws(text)
-    longer = {name: replace(of_laws.sizes[name], data=dolma) for name in _LAWS_MULTIPLES}
     sizes = {name: _of_streaming(scale, num_tokens, text) for name, scale, num_tokens in _ARCHITECTURES}
+    smallest = sizes["35M"]
+    short = replace(smallest, num_tokens=512 * smallest.tokens_per_step)
+    comparisons = Comparisons(
+        rules=_rules_grid(smallest),
+        few_outer_steps=_rules_grid(short, replicas=(2,), sync_everies=(30,)),
+        inner_optimizers=_inner_grid(sizes["100M"]),
+    )
+    of_laws = _of_laws(text, comparisons)
+    longer = {name: replace(of_laws.sizes[name], data=dolma) for name in _LAWS_MULTIPLES}
     # As in Tables 2 and 8; the column of hours gives the batch.
     on_dolma = replace(sizes["1B"], data=dolma, sequence_length=2048, global_batch=512)
     on_dolma = replace(on_dolma, diloco=replace(on_dolma.diloco, sync_every=100))
@@ -299,7 +399,7 @@ def _of_streaming(scale: str, num_tokens: float, text: DataConfig) -> TrainConfi
     )
 
 
-def _of_laws(text: DataConfig) -> Tier:
+def _of_laws(text: DataConfig, comparisons: Comparisons) -> Tier:
     """The tier of arXiv 2503.09799: 32,768 entries, of which text uses 32,000; sequences of 2,048; 20·N tokens."""
     swept = ("35m", "90m", "180m", "330m", "550m", "1.3b", "2.4b")
     names = {scale: scale.upper() for scale in (*swept, "4b", "10b")}
@@ -338,6 +438,7 @@ def _of_laws(text: DataConfig) -> Tier:
             sizes=tuple(names[scale] for scale in swept),
         ),
         extrapolation=Extrapolation(sizes=("4B", "10B"), fitted=(), fits=(*EXTRAPOLATED,)),
+        comparisons=comparisons,
         tuned=_tuned,
         gpu_bytes=80e9,
     )

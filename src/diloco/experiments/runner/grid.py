@@ -205,7 +205,8 @@ def _facts_of_data(data: DataConfig) -> dict[str, Any]:
     """Text and tokenizer by their content, so that a copy elsewhere is the same and a changed file is not."""
     if data.prepared is not None:
         index = read_index(expanded(data.prepared))
-        return {"prepared": index.digest, "tokenizer": index.tokenizer_digest}
+        first = {} if (most := data.max_train_tokens) is None else {"max_train_tokens": most}
+        return {"prepared": index.digest, "tokenizer": index.tokenizer_digest, **first}
     facts = differences_from_defaults(replace(data, cache=DataConfig.cache))
     if is_file(data.tokenizer):
         facts["tokenizer"] = file_digest(tokenizer_file(data.tokenizer))

@@ -204,4 +204,5 @@ def _evaluate(job: Job) -> dict[str, Any]:
             raise
         return {"failed": str(error), "is_final": False}
     outer_steps = [asdict(outer_step) for step in metrics for outer_step in step.outer_steps]
-    return {"summary": asdict(summary), "evaluated": evaluated, "outer_steps": outer_steps}
+    losses = {str(step.step): step.eval_loss for step in metrics if step.eval_loss is not None}
+    return {"summary": asdict(summary), "evaluated": evaluated, "outer_steps": outer_steps, "eval_losses": losses}

@@ -33,6 +33,7 @@ class _Result:
     summary: Summary | None = None
     evaluated: dict[str, dict[str, float | None]] = field(default_factory=dict)
     outer_steps: tuple[OuterStepMetrics, ...] = ()
+    eval_losses: dict[str, float] = field(default_factory=dict)
     is_final: bool | None = None
 
     def __post_init__(self) -> None:
@@ -93,7 +94,7 @@ def columns(result: Mapping[str, Any], job: Job) -> dict[str, Any]:
         for key, task in job.tasks.items():
             scores = result["evaluated"][job.key(name, key)]
             row |= {f"{task.stem}_{metric}{suffix}": value for metric, value in scores.items()}
-    return row | _cosines(result, with_curves=job.with_curves)
+    return row | _losses(result) | _cosines(result, with_curves=job.with_curves)
 
 
 def has_all_columns(adopted: Mapping[str, Any], job: Job) -> bool:
@@ -102,7 +103,7 @@ def has_all_columns(adopted: Mapping[str, Any], job: Job) -> bool:
 
 
 def _is_asked_for(name: str, job: Job) -> bool:
-    if name in _OF_THE_SUMMARY:
+    if name in _OF_THE_SUMMARY or name.startswith(LOSS):
         return True
     if any(name.endswith(f"_{other}") for other in ("replica", "average") if other not in job.parameters):
         return False
@@ -116,6 +117,17 @@ def _asked_for(job: Job) -> Iterator[str]:
         yield from (f"{task.stem}_acc", *(f"{task.stem}_acc_{name}" for name in job.parameters))
     if job.with_curves:
         yield from (CURVE, EMBEDDING_CURVE)
+
+
+LOSS = "eval_loss_at_"
+"""Columns of the held-out loss while training, by the steps that were taken, in percent."""
+
+
+def _losses(result: Mapping[str, Any]) -> dict[str, float]:
+    """The held-out losses while training, but for that after the last step, which is the run's own."""
+    num_steps = result["summary"]["num_steps"]
+    losses = {int(step): loss for step, loss in result.get("eval_losses", {}).items()}
+    return {f"{LOSS}{round(100 * step / num_steps)}": losses[step] for step in losses if step < num_steps}
 
 
 _THIRDS = ("first", "middle", "last")

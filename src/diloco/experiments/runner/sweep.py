@@ -12,7 +12,9 @@ from typing import Any
 from diloco.errors import UserError
 from diloco.experiments.runner.grid import GridProgress, LabelledRun, base_name, run_grid
 from diloco.experiments.runner.machines import Machines
+from diloco.outer.rules import rules_of
 from diloco.training.config.config import TrainConfig
+from diloco.training.config.engine_settings import outer_rate
 from diloco.training.config.recipes import recipe
 from diloco.training.prepare import refuse_what_means_nothing
 
@@ -108,12 +110,8 @@ class Sweep:
         num_params = replace(model, vocab_size=self.vocab_size).num_matrix_params
         global_batch = int(batch) // base.sequence_length
         step_tokens = global_batch * base.sequence_length
-        diloco = {
-            "sync_every": int(values.get("sync_every", base.diloco.sync_every)),
-            "outer_learning_rate": values.get("outer_learning_rate", base.diloco.outer_learning_rate),
-        }
-        if "outer_momentum" in {*self.axes, *self.then}:  # a column only where it is varied
-            diloco["outer_momentum"] = values.get("outer_momentum", base.diloco.outer_momentum)
+        diloco = {name: values[name] for name in _OF_DILOCO if name in values}
+        diloco["sync_every"] = int(values.get("sync_every", base.diloco.sync_every))
         rate = values.get("learning_rate", base.optimizer.learning_rate)
         config = replace(
             base,
@@ -131,7 +129,11 @@ class Sweep:
         labels: dict[str, Any] = {"params": num_params, "replicas": replicas, "learning_rate": rate}
         labels |= {"batch_tokens": step_tokens, "tokens": config.num_tokens, "seed": config.seed}
         labels |= {"base": self.name_of_base}
-        return LabelledRun(labels=labels | ({} if is_baseline else diloco), config=config)
+        if not is_baseline:
+            labels |= {"sync_every": config.diloco.sync_every, "outer_learning_rate": outer_rate(config)}
+            if "outer_momentum" in {*self.axes, *self.then}:  # a column only where it is varied
+                labels["outer_momentum"] = rules_of(config.diloco)[0].facts()["momentum"]
+        return LabelledRun(labels=labels, config=config)
 
 
 def _check_axis(field: str, name: str, values: Sequence[float]) -> None:

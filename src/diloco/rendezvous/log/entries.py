@@ -10,12 +10,15 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 
 from diloco.errors import FileError
+from diloco.outer.cohort import Weights
 from diloco.schema import Count, Name
 
 FORMAT = 6
 """Version of the log's format."""
 MOST_REPLICAS = (1 << 16) - 2
 """Numbers of replicas that codecs can tell apart."""
+Replicas = Annotated[int, msgspec.Meta(ge=1, le=MOST_REPLICAS)]
+"""A number of replicas."""
 MOST_SHARES = 1024
 """Largest number of shares into which a fragment is cut."""
 MOST_ENTRY_BYTES = 1 << 23
@@ -46,12 +49,13 @@ class Rules:
 
     num_fragments: Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
     """P."""
-    quorum: Literal["majority", "all"] = "majority"
-    """The replicas whose payloads a decision needs: all active ones always suffice, at t + τ the majority, at
-    t + τ + patience the decider alone; with `all` nothing less than all."""
-    num_replicas: Annotated[int, msgspec.Meta(ge=1, le=MOST_REPLICAS)] = 1
+    quorum: Literal["majority", "all"] | Replicas = "majority"
+    """The replicas whose payloads a decision needs: all active ones always suffice, at t + τ the quorum: more than
+    half of the active ones, or a number; at t + τ + patience the decider alone, or the same number, or all active
+    ones where they are fewer; with `all` nothing less than all."""
+    num_replicas: Replicas = 1
     """Replicas that must have joined before the first inner step."""
-    weights: Literal["tokens", "tokens_squared_per_step"] = "tokens"
+    weights: Weights = "tokens"
     """A contribution's weight in the average."""
     max_stale: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 3
     """Largest number of rounds between a payload's base and the Θ that its entry updates."""

@@ -1,14 +1,15 @@
 """The state of a run: a pure function of its log."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, NoReturn
 
 import msgspec
 
 from diloco.errors import UserError
-from diloco.outer.cohort import Cohort
+from diloco.outer.cohort import Cohort, amount_of
 from diloco.rendezvous.log.entries import (
     FORMAT,
     MOST_REPLICAS,
@@ -315,8 +316,17 @@ class RunState:
 
     def cohort(self, contributions: Iterable[Contribution]) -> Cohort:
         """The replicas of an outer step, with their weights."""
-        squared = self.rules.weights == "tokens_squared_per_step"
-        return Cohort.weighted({c.replica: c.tokens**2 / c.steps if squared else c.tokens for c in contributions})
+        amount = partial(amount_of, self.rules.weights)
+        return Cohort.weighted({c.replica: amount(tokens=c.tokens, steps=c.steps) for c in contributions})
+
+    def refusal_of_replicas(self, replicas: Collection[int]) -> str | None:
+        """The reason why an outer step can't count these replicas alone, however late; None if it can."""
+        active, quorum = self.active, self.rules.quorum
+        if quorum == "all" and (missing := [replica for replica in active if replica not in replicas]):
+            return f"leaves out replicas {missing}, and the quorum is all"
+        if isinstance(quorum, int) and len(replicas) < min(quorum, len(active)):
+            return f"counts {len(replicas)} of {len(active)} active replicas, and the quorum is {quorum}"
+        return None
 
     def refusal_of_joiner(self, body: Join) -> str | None:
         """The reason why a replica can't join; None if it can."""
@@ -517,11 +527,10 @@ class RunState:
         for contribution in body.contributions:
             if reason := self.refusal(body.fragment, contribution):
                 self._refuse(f"counts payload {contribution.seq} of replica {contribution.replica}, but {reason}")
-        missing = [replica for replica in self.active if replica not in replicas]
         if not self.is_complete:
             self._refuse(f"steps before {self.rules.num_replicas} replicas have joined")
-        if self.rules.quorum == "all" and missing:
-            self._refuse(f"leaves out replicas {missing}, and the quorum is all")
+        if reason := self.refusal_of_replicas(replicas):
+            self._refuse(reason)
         since = OuterRef(number=self.number, body=body)
         log = replace(
             log,

@@ -13,18 +13,21 @@ from rich.text import Text
 
 from diloco.data.prepare import PrepareProgress, ProgressCallback
 from diloco.data.shards import read_index, total
+from diloco.outer.auto import chosen, expected_excess
+from diloco.outer.nesterov import Nesterov
+from diloco.outer.rules import rules_of
 from diloco.report.runs import summary_facts, with_meaning
 from diloco.report.setup import learning_rate_text
 from diloco.report.text import duration, megabytes
 from diloco.schema import converted
 from diloco.training.config.config import TrainConfig
-from diloco.training.config.resolve import Budget
+from diloco.training.config.resolve import Budget, auto_facts
 from diloco.training.prepare import epoch_tokens
 from diloco.training.processes import process_name
-from diloco.training.records.metrics import StepMetrics
+from diloco.training.records.metrics import StepMetrics, metrics_file
 from diloco.training.records.samples import Sample
 from diloco.training.records.summary import Outcome, Summary
-from diloco.training.records.tail import ReplicaSteps, replica_tail
+from diloco.training.records.tail import ReplicaSteps, ReplicaTail
 
 if TYPE_CHECKING:
     from diloco.rendezvous.store_rendezvous import StoreRendezvous
@@ -126,7 +129,7 @@ class TrainingProgress:
         self._task = self._bar.add_task("train", total=config.num_steps, eta="")
         self._line = Text()
         self._view = Live(Group(self._line, self._bar), console=console)
-        self._steps = ReplicaSteps(tokens_before=0 if config.rendezvous is None else None)
+        self._steps = ReplicaSteps()
         self._pace = _Pace()
 
     def started(
@@ -139,7 +142,7 @@ class TrainingProgress:
         if rendezvous is not None:
             self._joined(rendezvous)
         if is_resume:
-            self._steps = replica_tail(self._config.directory, self._config, self._replica).read()
+            self._steps = ReplicaTail(metrics_file(self._config.directory, self._replica)).read()
             self._resumed(step, longer)
 
     def _joined(self, rendezvous: "StoreRendezvous") -> None:
@@ -250,8 +253,9 @@ def start_lines(config: TrainConfig, budget: Budget | None) -> Iterator[str]:
         budget: as it was asked for; None for a resume that goes on with its own.
     """
     assert config.data.prepared is not None, "the config is resolved"
+    yield from _outer_line(config)
     index = read_index(config.data.prepared)
-    tokens_an_epoch = epoch_tokens(config.data.prepared, config.sequence_length)
+    tokens_an_epoch = epoch_tokens(config)
     yield f"data  {config.data.prepared}, digest {index.digest[:16]}"
     if index.held_out_by_position:
         share = index.settings.held_out_fraction
@@ -259,13 +263,35 @@ def start_lines(config: TrainConfig, budget: Budget | None) -> Iterator[str]:
     num_epochs = config.num_tokens / tokens_an_epoch
     text = total(index.splits["train"])
     warning = ": the model will memorise it" if num_epochs > _MOST_EPOCHS else ""
-    yield f"text  {megabytes(text.num_bytes)}, {text.num_tokens:,} tokens; {num_epochs:.3g} epochs{warning}"
+    first = "" if (most := config.data.max_train_tokens) is None else f", of which the first {most:,} are read"
+    yield f"text  {megabytes(text.num_bytes)}, {text.num_tokens:,} tokens{first}; {num_epochs:.3g} epochs{warning}"
     if budget is not None and budget.num_tokens(config, tokens_an_epoch) != config.num_tokens:
         yield (
             f"      {budget} are rounded to {config.num_steps:,} whole steps of {config.tokens_per_step:,}, "
             f"{config.num_tokens:,} tokens"
         )
     yield f"run   {config.directory}"
+
+
+def _outer_line(config: TrainConfig) -> Iterator[str]:
+    """A warning of η and μ that do not fit the number of outer steps."""
+    if config.method == "data_parallel" or config.rendezvous is not None:
+        return
+    rule, _ = rules_of(config.diloco)
+    if type(rule) is not Nesterov:
+        return
+    facts = auto_facts(config)
+    excess = expected_excess(rule.lr, rule.momentum, *facts)
+    if excess > _FAR_FROM_AUTO:
+        lr, momentum = chosen(*facts)
+        yield (
+            f"outer with {facts[0]} outer steps, η = {rule.lr:g} and μ = {rule.momentum:g} are expected to end "
+            f"{excess:.1%} above diloco.outer=auto, which takes {lr:g} and {momentum:g}"
+        )
+
+
+_FAR_FROM_AUTO = 0.01
+"""The part of the loss above which a start warns; the rule's own error is some 0.003."""
 
 
 def change_lines(changes: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
@@ -285,8 +311,9 @@ def forecast_lines(config: TrainConfig, forecast: "Forecast") -> Iterator[str]:
     replicas = f"{config.num_replicas} replicas" if config.rendezvous is None else "as many replicas as join"
     yield f"model  {forecast.num_params:,} parameters{trained}, {replicas}"
     yield (
-        f"memory at least {least} a process: {state} of parameters, gradients, Adam and outer state, {logits} of "
-        f"logits in a pass of {config.micro_batch} × {config.sequence_length} tokens; activations come on top"
+        f"memory at least {least} a process: {state} of parameters, gradients, optimizer and outer state, "
+        f"{logits} of logits in a pass of {config.micro_batch} × {config.sequence_length} tokens; "
+        "activations come on top"
     )
     yield f"steps  {config.num_steps:,} of {config.tokens_per_step:,} tokens: {config.num_tokens:,} tokens"
     if config.rendezvous is not None:

@@ -166,19 +166,30 @@ Parameters = Literal["outer", "replica", "average"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWConfig:
+class OptimizerConfig:
     """The inner optimizer and its learning-rate schedule."""
 
+    name: Literal["adamw", "muon", "sgd", "schedule_free"] = "adamw"
+    """muon moves the matrices of the blocks, and AdamW the others. schedule_free is AdamW, averaged, and has no
+    schedule after the warm-up."""
     learning_rate: float = field(default=2e-3, metadata=trait(column=True, begins_a_phase=True))
     """Peak of the learning rate, reached at the end of the warm-up."""
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay of the first moment; of schedule_free, the share of the average in the point of the gradient."""
     beta2: float = 0.99
     """Decay of the second moment."""
     epsilon: float = 1e-8
     """Number that is added to the root of the second moment."""
+    momentum: float = 0.95
+    """Momentum of muon and sgd."""
+    nesterov: bool = True
+    """Nesterov's form of that momentum."""
+    ns_steps: int = 5
+    """Newton-Schulz iterations with which muon orthogonalizes an update."""
     weight_decay: float | None = None
-    """Decoupled weight decay; None is 1/T for a run of T steps."""
+    """Decoupled weight decay λ, per step λ times the learning rate; None is 1/T for a run of T steps."""
+    independent_weight_decay: bool = False
+    """Multiply the weight decay not by the learning rate, but by its fraction of the peak."""
     warmup_steps: int | None = field(default=None, metadata=trait(begins_a_phase=True))
     """Steps of linear warm-up from 0; None is min(1000, T/10)."""
     schedule: Literal["cosine", "wsd"] = field(default="cosine", metadata=trait(begins_a_phase=True))
@@ -201,7 +212,7 @@ class AdamWConfig:
         for name in ("learning_rate", "epsilon", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise out_of_range(f"optimizer.{name}", "above 0 and finite", getattr(self, name))
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise out_of_range(f"optimizer.{name}", "at least 0 and below 1", getattr(self, name))
         if not 0 <= self.final_fraction <= 1:
@@ -211,6 +222,31 @@ class AdamWConfig:
         for name in ("weight_decay", "warmup_steps", "z_loss", "start_step", "start_rate"):
             if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise out_of_range(f"optimizer.{name}", "at least 0 and finite", getattr(self, name))
+        if not 1 <= self.ns_steps < 100:
+            raise out_of_range("optimizer.ns_steps", "at least 1 and below 100", self.ns_steps)
+        for f in fields(self):
+            users = _USERS.get(f.name, (self.name,))
+            if self.name not in users and (value := getattr(self, f.name)) != f.default:
+                raise UserError(
+                    f"optimizer.{f.name}={value} means nothing to optimizer.name={self.name}: leave it out, or "
+                    f"take {' or '.join(users)}",
+                    *(f"optimizer.{f.name}", "optimizer.name"),
+                )
+
+    @property
+    def decay_per_rate(self) -> float:
+        """The weight decay that torch multiplies by the learning rate."""
+        assert self.weight_decay is not None, "the config is resolved"
+        return self.weight_decay / self.learning_rate if self.independent_weight_decay else self.weight_decay
+
+
+_USERS = {
+    **dict.fromkeys(("beta1", "beta2", "epsilon"), ("adamw", "muon", "schedule_free")),
+    **dict.fromkeys(("momentum", "nesterov"), ("muon", "sgd")),
+    "ns_steps": ("muon",),
+    **dict.fromkeys(("schedule", "decay_fraction", "final_fraction"), ("adamw", "muon", "sgd")),
+}
+"""The optimizers that use a setting, where not all do."""
 
 
 def out_of_range(name: str, bounds: str, value: Any) -> UserError:
@@ -230,10 +266,11 @@ class DilocoConfig(DilocoSettings):
 class ElasticConfig:
     """Replicas that come and go: which of their payloads an outer step needs; only with a rendezvous."""
 
-    quorum: Literal["majority", "all"] | None = None
+    quorum: Literal["majority", "all"] | int | None = None
     """majority: an outer step waits for all active replicas until t + τ, then for the majority until t + τ +
-    patience, and then for nobody. all: it waits for all, as in a fixed group, and once the run has begun a replica
-    comes back from its checkpoint only. None is the run's, or majority."""
+    patience, and then for nobody. A number: from t + τ on it waits for so many, or for all active ones where they
+    are fewer. all: it waits for all, as in a fixed group, and once the run has begun a replica comes back from its
+    checkpoint only. None is the run's, or majority."""
     patience: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
     """Inner steps after t + τ in which a decision still waits for the majority; None is sync_every."""
     weights: Literal["tokens", "tokens_squared_per_step"] | None = None
@@ -251,9 +288,15 @@ class ElasticConfig:
 
     def __post_init__(self) -> None:
         """Refuse numbers that are out of range."""
-        bounds = {"patience": (0, 31), "max_stale": (0, 31), "num_slots": (1, 16), "max_local_steps": (1, 31)}
+        bounds = {
+            "quorum": (1, 16),
+            "patience": (0, 31),
+            "max_stale": (0, 31),
+            "num_slots": (1, 16),
+            "max_local_steps": (1, 31),
+        }
         for name, (least, bits) in bounds.items():
-            if (value := getattr(self, name)) is not None and not least <= value < 1 << bits:
+            if isinstance(value := getattr(self, name), int) and not least <= value < 1 << bits:
                 raise out_of_range(f"elastic.{name}", f"at least {least} and below 2^{bits}", value)
         if self.num_shares is not None and not 2 <= self.num_shares <= MOST_SHARES:
             raise out_of_range("elastic.num_shares", f"from 2 to {MOST_SHARES}", self.num_shares)
@@ -338,7 +381,7 @@ class TrainConfig:
     """Tokens a sequence."""
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig, metadata=trait(own_to_a_replica=True))
-    optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     diloco: DilocoConfig = field(default_factory=DilocoConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig, metadata=trait(own_to_a_replica=True))
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -390,6 +433,12 @@ class TrainConfig:
                 *("shards_per_replica", "tensor_parallel"),
             )
         self.model.check_tensor_parallel(self.tensor_parallel)
+        if self.optimizer.name == "schedule_free" and self.precision == "bf16-params":
+            raise UserError(
+                "optimizer.name=schedule_free with precision=bf16-params: the average of many steps moves by less "
+                "than bfloat16 can tell: take bf16 or fp32",
+                *("optimizer.name", "precision"),
+            )
         if not 0 <= self.seed < 2**63:
             raise out_of_range("seed", "at least 0 and below 2^63", self.seed)
         if not 0 < self.timeout_seconds <= 1e7:

@@ -9,10 +9,11 @@ from diloco.engine.settings import Settings
 from diloco.errors import UserError, setting
 from diloco.fragments import Fragments, sequential, strided, whole
 from diloco.outer.averages import reduction_of
-from diloco.outer.merge import Mixing
-from diloco.outer.nesterov import Nesterov
+from diloco.outer.rule import JSON
+from diloco.outer.rules import rules_of
 from diloco.schedule import Schedule
 from diloco.training.config.config import DilocoConfig, TrainConfig
+from diloco.training.config.resolve import with_method_values
 from diloco.wire import codec
 
 
@@ -27,7 +28,8 @@ def engine_settings(diloco: DilocoConfig, model: nn.Module, *, seed: int) -> Set
     Raises:
         UserError: if the schedule, the codec or the model refuses them.
     """
-    assert diloco.mixing is not None and diloco.wire is not None, "the config is resolved"
+    assert diloco.wire is not None, "the config is resolved"
+    outer, mixing = rules_of(diloco)
     with setting("diloco.wire", diloco.wire):
         wire = codec(diloco.wire)
     with setting("diloco.combine", diloco.combine):
@@ -36,14 +38,19 @@ def engine_settings(diloco: DilocoConfig, model: nn.Module, *, seed: int) -> Set
     return Settings(
         fragments=fragments,
         schedule=diloco.schedule(len(fragments)),
-        outer=Nesterov(lr=diloco.outer_learning_rate, momentum=diloco.outer_momentum),
-        mixing=Mixing(diloco.mixing),
+        outer=outer,
+        mixing=mixing,
         wire=wire,
         combine=diloco.combine,
         error_feedback=diloco.error_feedback,
         seed=seed,
         buffers="own",
     )
+
+
+def outer_rate(config: TrainConfig) -> JSON:
+    """η, the learning rate of the outer rule."""
+    return rules_of(with_method_values(config).diloco)[0].facts()["lr"]
 
 
 def _fragments(diloco: DilocoConfig, model: nn.Module) -> Fragments:

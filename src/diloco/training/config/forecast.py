@@ -12,13 +12,14 @@ from diloco.training.config.config import TrainConfig
 from diloco.training.config.engine_settings import engine_settings
 from diloco.training.config.resolve import logit_bytes, with_method_values
 from diloco.training.data_parallel import ring_all_reduce_bytes
+from diloco.training.optimizer import inner_optimizer
 from diloco.wire.formats import parse
 
 
 def device_bytes(config: TrainConfig) -> int:
     """The largest sum of what a process holds on its device at once, in bytes.
 
-        4N/S for θ + 8N/S for AdamW + 8N/S for Θ and v + pass + sync
+        4N/S for θ + 8N/S for AdamW's moments + 8N/S for Θ and v + pass + sync
 
     With τ = 0 a pass and a sync do not meet, and the larger one counts: gradients and activations are gone when
     the outer gradients are computed. With τ > 0 a sync goes on beside the next pass.
@@ -28,12 +29,19 @@ def device_bytes(config: TrainConfig) -> int:
     """
     config = with_method_values(config)
     num_params, num_shards = config.model.num_matrix_params, config.shards_per_replica
-    state = 12 * num_params / num_shards
+    state = (4 * num_params + _optimizer_bytes(config)) / num_shards
     if config.method != "data_parallel":
         state += 8 * (_largest_fragment(config) if config.diloco.offload else num_params) / num_shards
     pass_bytes, sync_bytes = _pass_bytes(config), _sync_bytes(config)
     together = max(pass_bytes, sync_bytes) if config.diloco.max_overlap == 0 else pass_bytes + sync_bytes
     return round(state + max(together, _evaluation_bytes(config)))
+
+
+def _optimizer_bytes(config: TrainConfig) -> float:
+    """The inner optimizer's state of all shards, FP32: m and v; b; b of matrices and m, v; or v, u and x aside."""
+    num_params, rest = config.model.num_matrix_params, config.model.vocab_size * config.model.width
+    num_copies = {"adamw": 2 * num_params, "muon": num_params + rest, "sgd": num_params}
+    return 4 * num_copies.get(config.optimizer.name, 3 * num_params)
 
 
 def _pass_bytes(config: TrainConfig) -> float:
@@ -140,7 +148,7 @@ class Forecast:
     num_trained_params: int
     """Parameters that are trained, and so exchanged."""
     state_bytes: int
-    """A process's share of parameters, gradients, Adam's two moments, Θ and its momentum, all FP32."""
+    """A process's share of parameters, gradients, the optimizer's state, Θ and its momentum, all FP32."""
     logits_bytes: int
     """Logits of a pass, and their gradient; where a device decides on autocast, with it."""
     schedule: Schedule | None
@@ -172,13 +180,18 @@ def forecast(config: TrainConfig) -> Forecast:
         fragments = [sum(sizes[name] for name in fragment.parameters) for fragment in settings.fragments]
         sync_bytes = tuple(reduction.bytes_sent(size, num_replicas) for size in fragments)
         num_syncs = tuple(schedule.num_sent(p, num_steps) for p in range(len(fragments)))
-    num_copies = 4 if schedule is None or config.diloco.offload else 6
+    num_copies = 1 if schedule is None or config.diloco.offload else 3  # gradients, and Θ and its momentum
+    states = inner_optimizer(model, config.optimizer).state.values()
+    num_elements = num_params + num_copies * num_trained
+    num_elements += sum(tensor.numel() for state in states for tensor in state.values() if tensor.ndim)
+    if config.optimizer.name == "schedule_free":
+        num_elements += num_trained  # x, which is put aside in a pass
     assert config.micro_batch is not None, "the config is resolved"
     num_logits = config.micro_batch * config.sequence_length * config.model.vocab_size
     return Forecast(
         num_params=num_params,
         num_trained_params=num_trained,
-        state_bytes=_FP32_BYTES * (num_params + (num_copies - 1) * num_trained) // config.shards_per_replica,
+        state_bytes=_FP32_BYTES * num_elements // config.shards_per_replica,
         logits_bytes=2 * logit_bytes(config) * num_logits,
         schedule=schedule,
         sync_bytes=sync_bytes,

@@ -6,9 +6,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from diloco.data.shards import read_index
 from diloco.errors import FileError, UserError
 from diloco.training.config.config import TrainConfig, from_json, is_within
-from diloco.training.config.resolve import DATA_DIGEST, names_with_rendezvous, text_facts
+from diloco.training.config.resolve import DATA_DIGEST, names_with_rendezvous
 
 _FIELDS = {field.name for field in fields(TrainConfig)}
 
@@ -32,7 +33,7 @@ def check_text(facts: Mapping[str, Any], prepared: Path) -> None:
     Raises:
         UserError: with both digests.
     """
-    digest, own = str(facts.get(DATA_DIGEST)), text_facts(prepared).digest
+    digest, own = str(facts.get(DATA_DIGEST)), read_index(prepared).digest
     if digest != own:
         raise UserError(f"{prepared} holds another text than the run's, digest {own:.16} and not {digest:.16}")
 

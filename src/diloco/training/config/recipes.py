@@ -16,10 +16,10 @@ from diloco.presets import Method
 from diloco.scaling.hyperparameters import hyperparameters
 from diloco.scaling.laws import Kind
 from diloco.training.config.config import (
-    AdamWConfig,
     CheckpointConfig,
     DilocoConfig,
     EvaluationConfig,
+    OptimizerConfig,
     TrainConfig,
 )
 
@@ -31,7 +31,7 @@ def laptop() -> TrainConfig:
         global_batch=16,
         sequence_length=256,
         model=DecoderConfig(num_layers=6, num_heads=2, width=128),
-        optimizer=AdamWConfig(learning_rate=4e-3),
+        optimizer=OptimizerConfig(learning_rate=4e-3),
         diloco=DilocoConfig(sync_every=30, layers_per_fragment=3),
         checkpoint=CheckpointConfig(every_steps=100),
     )
@@ -80,7 +80,7 @@ def scaling_laws(
         global_batch=global_batch,
         sequence_length=SEQUENCE_LENGTH,
         model=model,
-        optimizer=AdamWConfig(learning_rate=tuned.learning_rate),
+        optimizer=OptimizerConfig(learning_rate=tuned.learning_rate),
         diloco=diloco,
         checkpoint=CheckpointConfig(every_steps=500),
     )

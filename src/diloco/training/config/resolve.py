@@ -10,14 +10,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from diloco.data.config import DataConfig
 from diloco.data.shards import INDEX_FILE, MOST_TOKENS, read_index, total
 from diloco.errors import FileError, UserError, nearest
 from diloco.files import expanded, memory_bytes
 from diloco.models.spec import ModelConfig
+from diloco.outer.auto import AUTO, NO_AUTO_IN_A_STORE, chosen
 from diloco.presets import METHODS, own_settings
 from diloco.schema import Count, flat, read_bytes
 from diloco.training.config.config import (
-    AdamWConfig,
+    OptimizerConfig,
     TrainConfig,
     differences_from_defaults,
     fields_with,
@@ -184,8 +186,31 @@ _MOST_TOKENS = 2.0**60
 
 
 def with_method_values(config: TrainConfig) -> TrainConfig:
-    """The same config with the values of its method's preset in the fields that were left out."""
-    return replace(config, diloco=config.diloco.of_method(config.method))
+    """The same config with its method's values in the fields that were left out, and with the outer rule for auto.
+
+    Raises:
+        UserError: for auto with settings of a rule, or where replicas come and go.
+    """
+    config = replace(config, diloco=config.diloco.of_method(config.method))
+    diloco = config.diloco
+    if config.method == "data_parallel" or diloco.outer.partition(":")[0] != AUTO:
+        return config
+    if diloco.outer_rule != AUTO:
+        raise UserError(
+            f"diloco.outer=auto chooses lr and momentum, and {diloco.outer_rule} gives them: leave one out",
+            *("diloco.outer", "diloco.outer_learning_rate", "diloco.outer_momentum"),
+        )
+    if config.rendezvous is not None:
+        raise UserError(NO_AUTO_IN_A_STORE.format("diloco.outer"), "diloco.outer", "rendezvous")
+    lr, momentum = chosen(*auto_facts(config))
+    return replace(config, diloco=replace(diloco, outer=f"nesterov:lr={lr},momentum={momentum}"))
+
+
+def auto_facts(config: TrainConfig) -> tuple[int, int, int, float]:
+    """R, M, H and α of a config with its method's values, by which auto chooses."""
+    diloco = config.diloco
+    alpha = diloco.mixing or 0.0 if diloco.merge == "mix" else 0.0
+    return config.num_steps // diloco.sync_every, config.num_replicas, diloco.sync_every, alpha
 
 
 def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainConfig:
@@ -239,7 +264,7 @@ def resolved(asked: TrainConfig) -> TrainConfig:
     """
     prepared = asked.data.prepared
     assert prepared is not None, "the text is prepared"
-    return resolve(asked, vocab_size=text_facts(prepared).vocab_size, prepared=prepared)
+    return resolve(asked, vocab_size=text_facts(asked.data).vocab_size, prepared=prepared)
 
 
 @dataclass(frozen=True)
@@ -249,29 +274,33 @@ class TextFacts:
     digest: str
     """`Index.digest`."""
     num_tokens: Count
-    """Tokens of the training text."""
+    """Tokens of the training text, as far as it is read."""
     vocab_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
     """Number of tokens in its tokenizer's vocabulary."""
 
     @property
     def shared(self) -> dict[str, Any]:
         """The facts that all replicas of a run must share."""
-        return {DATA_DIGEST: self.digest, "tokens of training text": self.num_tokens}
+        return {DATA_DIGEST: self.digest, TRAIN_TOKENS: self.num_tokens}
 
 
 DATA_DIGEST = "digest of the data"
 """The shared fact that names a run's text."""
+TRAIN_TOKENS = "tokens of training text"
+"""The shared fact that says how much of it is read."""
 
 
-def text_facts(prepared: Path) -> TextFacts:
-    """The facts of the text in a directory.
+def text_facts(data: DataConfig) -> TextFacts:
+    """The facts of the text that a run reads.
 
     Raises:
         UserError: if there is none.
         FileError: if its index can't be read.
     """
-    index = read_index(prepared)
-    return TextFacts(index.digest, total(index.splits["train"]).num_tokens, index.vocab_size)
+    assert data.prepared is not None, "the text is prepared"
+    index = read_index(data.prepared)
+    num_tokens = total(index.splits["train"]).num_tokens
+    return TextFacts(index.digest, min(num_tokens, data.max_train_tokens or num_tokens), index.vocab_size)
 
 
 def _steps_left(config: TrainConfig) -> int:
@@ -286,7 +315,7 @@ def _steps_left(config: TrainConfig) -> int:
     return config.num_steps - start_step
 
 
-def _with_warmup(optimizer: AdamWConfig, num_steps: int) -> AdamWConfig:
+def _with_warmup(optimizer: OptimizerConfig, num_steps: int) -> OptimizerConfig:
     """The optimizer's settings with the warm-up that a phase of so many steps has where none is given."""
     if optimizer.warmup_steps is None:
         optimizer = replace(optimizer, warmup_steps=min(1000, num_steps // 10))

@@ -154,7 +154,7 @@ def finished_config(source: Path | str, prepared: Path | None) -> TrainConfig:
     config = read_config(run_directory(source))
     if prepared is not None:
         config = replace(config, data=replace(config.data, prepared=prepared))
-    check_text(config.directory, config.data.prepared, field="prepared")
+    check_text(config.directory, config.data, field="prepared")
     return config
 
 

@@ -35,6 +35,10 @@ class OuterStepMetrics:
     """Norm of the mean outer gradient."""
     cosine: float | None
     """Mean cosine between the replicas' outer gradients; None if there is no pair."""
+    successive_cosine: float | None = None
+    """ρ, the cosine of this mean outer gradient and the one before; None for the first since a start or resume."""
+    gain: float | None = None
+    """The part of the outer step along the mean outer gradient, in that gradient: η (1 + μ/(1 − μρ))."""
     layer_cosine: Mapping[str, float | None] = field(default_factory=dict)
     """The same for each block, if it is logged."""
     contributors: Mapping[str, float] = field(default_factory=dict)
@@ -49,6 +53,8 @@ class StepMetrics:
     """t, from 1."""
     tokens: Count
     """Tokens that all replicas together have trained on so far."""
+    new_tokens: Count | None = None
+    """Tokens of all since the step before; None in a process's first step where replicas come and go."""
     loss: float
     """Cross-entropy of this replica's batch, nats per token."""
     learning_rate: float
@@ -80,7 +86,7 @@ class StepMetrics:
 def describe(
     outer_step: OuterStep, *, log_layer_cosine: bool, names: Callable[[int], str] = str
 ) -> OuterStepMetrics:
-    """The fragment, round, norm, cosines and contributors of an outer step, by the names of the replicas."""
+    """The fragment, round, norm, cosines, gain and contributors of an outer step, by the names of the replicas."""
     blocks, cohort = outer_step.spans if log_layer_cosine else (), outer_step.cohort
     return OuterStepMetrics(
         fragment=outer_step.sync.fragment,
@@ -89,6 +95,8 @@ def describe(
         blocked_seconds=outer_step.blocked_seconds,
         outer_gradient_norm=outer_step.norm(),
         cosine=outer_step.mean_cosine(),
+        successive_cosine=outer_step.successive_cosine(),
+        gain=outer_step.gain(),
         layer_cosine={block: outer_step.mean_cosine(block) for block in blocks},
         contributors={names(m): w for m, w in zip(cohort.members, cohort.weights, strict=True)} if cohort else {},
     )
@@ -118,7 +126,6 @@ class MetricsLog:
         run: the run's directory.
         replica: the replica's number.
         after_step: the last step to keep; lines after it, of a run that was interrupted, are dropped.
-        tokens_before: tokens that all replicas have trained on before the next step; None if that is not known.
         trackers: where the curves go, too; closed with this log.
 
     Raises:
@@ -132,7 +139,6 @@ class MetricsLog:
         replica: int,
         *,
         after_step: int,
-        tokens_before: int | None = None,
         trackers: Sequence[Tracker] = (),
     ) -> None:
         self._path = path = metrics_file(run, replica)
@@ -140,25 +146,25 @@ class MetricsLog:
         write_atomically(path, [line.encode() for line, metrics in steps if metrics.step <= after_step])
         with writing(path):
             self._file = path.open("a", buffering=1, encoding="utf-8")
-        self._tokens_before, self._trackers = tokens_before, trackers
+        self._trackers = trackers
 
     def write(self, metrics: StepMetrics) -> None:
         """Add the metrics of a step."""
         values = asdict(metrics)
         written = {k: v for k, v in values.items() if v not in (None, (), {})}
         for outer_step in values["outer_steps"]:
-            for name in ("layer_cosine", "contributors"):
-                if not outer_step[name]:
+            for name in ("successive_cosine", "gain", "layer_cosine", "contributors"):
+                if outer_step[name] in (None, {}):
                     del outer_step[name]
         with writing(self._path):
             self._file.write(json.dumps(written) + "\n")
-        curves = {k: v for k, v in values.items() if isinstance(v, float | int) and k != "step"}
-        if self._tokens_before is not None:
-            curves["tokens_per_second"] = (metrics.tokens - self._tokens_before) / metrics.step_seconds
-        self._tokens_before = metrics.tokens
+        apart = "step", "new_tokens"
+        curves = {k: v for k, v in values.items() if isinstance(v, float | int) and k not in apart}
+        if metrics.new_tokens is not None:
+            curves["tokens_per_second"] = metrics.new_tokens / metrics.step_seconds
         curves |= {f"engine/{name}": value for name, value in metrics.engine.items()}
         for outer_step in metrics.outer_steps:
-            for name in ("outer_gradient_norm", "cosine"):
+            for name in ("outer_gradient_norm", "cosine", "successive_cosine", "gain"):
                 if (value := getattr(outer_step, name)) is not None:
                     curves[f"{name}/fragment_{outer_step.fragment}"] = value
         for tracker in self._trackers:

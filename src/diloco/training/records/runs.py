@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from diloco.data.config import DataConfig
 from diloco.data.shards import INDEX_FILE
 from diloco.errors import FileError, UserError
 from diloco.exchange.transport import barrier, fail_together, share
@@ -83,8 +84,7 @@ def claim(asked: TrainConfig) -> None:
     directory = asked.directory
     check_unclaimed(asked)
     make_directory(directory)
-    assert asked.data.prepared is not None, "the text is prepared"
-    write_json(directory / DATA_FILE, asdict(text_facts(asked.data.prepared)))
+    write_json(directory / DATA_FILE, asdict(text_facts(asked.data)))
     write_json(directory / CONFIG_FILE, to_json(asked))
 
 
@@ -175,24 +175,25 @@ def _listed(runs: Sequence[Path]) -> str:
     return f"{', '.join(map(str, runs[:8]))}{', …' * (len(runs) > 8)}"
 
 
-def check_text(directory: Path, prepared: Path | None, *, field: str) -> None:
+def check_text(directory: Path, data: DataConfig, *, field: str) -> None:
     """Refuse a run whose text is gone, and other text than it was started on.
 
     Args:
         directory: of the run.
-        prepared: directory of the text.
+        data: the text, prepared.
         field: the setting that names the text's directory.
 
     Raises:
         UserError: if it is gone, or the facts of the text differ.
         FileError: if the text's index can't be read.
     """
+    prepared = data.prepared
     assert prepared is not None, "a run's config is resolved"
     if not (prepared / INDEX_FILE).exists():
         raise UserError(
             f"the data of run {directory.name} is no longer in {prepared}: name its directory by {field}", field
         )
-    started, here = _text_at_start(directory), text_facts(prepared)
+    started, here = _text_at_start(directory), text_facts(data)
     if here != started:
         raise UserError(
             f"the run was started on data with digest {started.digest} and {started.num_tokens:,} tokens of "
@@ -263,7 +264,7 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
     now = resolve(asked, vocab_size=saved.model.vocab_size, prepared=asked.data.prepared)
     for name, (old, value) in differences(saved, now).items():
         _check_change(directory, asked, name, old, value)
-    check_text(asked.directory, asked.data.prepared, field="data.prepared")
+    check_text(asked.directory, asked.data, field="data.prepared")
     return asked
 
 

@@ -44,9 +44,9 @@ def _place_of_text(facts: Mapping[str, Any]) -> str:
     """The sentence that says where the run's text is, by the runs of this directory."""
     for directory in newest_runs(TrainConfig.runs):
         with suppress(UserError):  # damaged, or its text was moved
-            prepared = read_asked(directory).data.prepared
-            if prepared is not None and text_facts(prepared).digest == facts.get(DATA_DIGEST):
-                return f"{directory} has read it: set prepared={prepared}"
+            data = read_asked(directory).data
+            if data.prepared is not None and text_facts(data).digest == facts.get(DATA_DIGEST):
+                return f"{directory} has read it: set prepared={data.prepared}"
     return (
         "set prepared to its directory here, which diloco train names after 'data' as a replica begins, with the "
         f"digest {facts.get(DATA_DIGEST)!s:.16}"

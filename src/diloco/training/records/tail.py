@@ -81,6 +81,12 @@ class OuterBin(_Sums):
     cosine: float
     """Sum of the mean cosines between the replicas' outer gradients."""
     num_cosines: int
+    successive_cosine: float
+    """Sum of the cosines between a mean outer gradient and the one before."""
+    num_successive_cosines: int
+    gain: float
+    """Sum of the gains."""
+    num_gains: int
 
 
 _AnyBin = TypeVar("_AnyBin", bound=_Sums)
@@ -117,14 +123,9 @@ class Merge:
 
 
 class ReplicaSteps:
-    """The steps of a replica: their sums and last values, and curves of at most `MOST_BINS` points.
+    """The steps of a replica: their sums and last values, and curves of at most `MOST_BINS` points."""
 
-    Args:
-        tokens_before: tokens of all replicas before the first of these steps; None if that is not known.
-    """
-
-    def __init__(self, *, tokens_before: int | None = None) -> None:
-        self._tokens_before = tokens_before
+    def __init__(self) -> None:
         self._bins = Bins[Bin]()
         self._outer: dict[int, Bins[OuterBin]] = {}
         self._recent: deque[StepMetrics] = deque(maxlen=_RECENT_STEPS)
@@ -140,7 +141,6 @@ class ReplicaSteps:
 
     def add(self, step: StepMetrics) -> None:
         """Add the step that follows."""
-        before = self.last.tokens if self.last else self._tokens_before
         self._recent.append(step)
         self._last_losses.append(step.loss)
         while len(self._last_losses) > max(1, step.step // LOSS_TAIL):
@@ -158,8 +158,8 @@ class ReplicaSteps:
             Bin(
                 last=step.tokens,
                 num_steps=1,
-                new_tokens=0 if before is None else step.tokens - before,
-                timed_seconds=0.0 if before is None else step.step_seconds,
+                new_tokens=step.new_tokens or 0,
+                timed_seconds=0.0 if step.new_tokens is None else step.step_seconds,
                 seconds=step.step_seconds,
                 blocked_seconds=step.blocked_seconds,
                 loss=step.loss,
@@ -181,6 +181,10 @@ class ReplicaSteps:
                 num_norms=0 if outer.outer_gradient_norm is None else 1,
                 cosine=outer.cosine or 0.0,
                 num_cosines=0 if outer.cosine is None else 1,
+                successive_cosine=outer.successive_cosine or 0.0,
+                num_successive_cosines=0 if outer.successive_cosine is None else 1,
+                gain=outer.gain or 0.0,
+                num_gains=0 if outer.gain is None else 1,
             )
         )
 
@@ -217,9 +221,10 @@ class ReplicaSteps:
 
     def seconds_for(self, num_tokens: int) -> float | None:
         """The time that tokens of all replicas take at this one's pace in the last steps, if it is known."""
-        seconds = sum(step.step_seconds for step in self._recent) - self._recent[0].step_seconds
-        pace = (self._recent[-1].tokens - self._recent[0].tokens) / seconds if seconds > 0 else None
-        pace = pace or self.tokens_per_second
+        timed = [step for step in self._recent if step.new_tokens is not None]
+        timed = timed[1:] or timed  # a process's first step takes longer
+        seconds = sum(step.step_seconds for step in timed)
+        pace = sum(step.new_tokens or 0 for step in timed) / seconds if seconds else None
         return num_tokens / pace if pace else None
 
 
@@ -228,16 +233,15 @@ class ReplicaTail:
 
     Args:
         path: of the file, which need not be there yet.
-        tokens_before: as for `ReplicaSteps`.
     """
 
-    def __init__(self, path: Path, *, tokens_before: int | None = None) -> None:
-        self._path, self._tokens_before = path, tokens_before
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._begin(None)
 
     def _begin(self, inode: int | None) -> None:
         self._inode, self._offset = inode, 0
-        self.steps = ReplicaSteps(tokens_before=self._tokens_before)
+        self.steps = ReplicaSteps()
         """The steps that were read."""
         self.changed = 0.0
         """Time at which the file was written last, in seconds since the epoch."""
@@ -278,12 +282,6 @@ class ReplicaTail:
         while self.is_behind:
             self.look()
         return self.steps
-
-
-def replica_tail(directory: Path, config: TrainConfig, replica: int) -> ReplicaTail:
-    """The metrics of a replica; where replicas come and go, the tokens before its first step are not known."""
-    tokens_before = 0 if config.rendezvous is None else None
-    return ReplicaTail(metrics_file(directory, replica), tokens_before=tokens_before)
 
 
 class RunTail:
@@ -345,7 +343,7 @@ class RunTail:
         self.summary = read_json(summary, Summary, most_bytes=1 << 20) if summary.exists() else None
         for replica in range(self.config.num_local_replicas):
             if replica not in self._tails and metrics_file(self.directory, replica).exists():
-                self._tails[replica] = replica_tail(self.directory, self.config, replica)
+                self._tails[replica] = ReplicaTail(metrics_file(self.directory, replica))
         for tail in self._tails.values():
             tail.look()
 

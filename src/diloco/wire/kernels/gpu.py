@@ -193,6 +193,27 @@ class GpuSparse:
         _start(self._code.largest_pack, num_elements, *tensors, num_elements)
         return place_k, kept_k, bad == 0
 
+    def largest_of_blocks(
+        self, delta_N: Tensor, block: int, kept: int, num_values: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `largest`, of each block its k, and of a shorter last one the same share; `num_values` in all."""
+        num_elements, device = delta_N.numel(), delta_N.device
+        bad = torch.zeros((), dtype=torch.int32, device=device)
+        place_k = torch.empty(num_values, dtype=torch.int64, device=device)
+        kept_k = torch.empty(num_values, dtype=torch.float32, device=device)
+        if num_elements:
+            sizes = {"BLOCK": block, "KEPT": kept, "SIZE": 1 << (block - 1).bit_length()}
+            with _on(device):
+                start: Any = self._code.block_pack
+                start[-(-num_elements // block),](delta_N, place_k, kept_k, bad, num_elements, **sizes, **_OPTIONS)
+        return place_k, kept_k, bad == 0
+
+    def gated(self, delta_N: Tensor, outer_N: Tensor, *, is_bf16: bool) -> Tensor:
+        """The elements by which Θ changes as BF16, or as FP32; zeros elsewhere."""
+        to_N = torch.empty_like(delta_N)
+        _start(self._code.gate, delta_N.numel(), delta_N, outer_N, to_N, delta_N.numel(), BF16=is_bf16)
+        return to_N
+
     def _threshold(self, delta_N: Tensor, kept: int, bad: Tensor) -> tuple[Tensor, Tensor]:
         """The magnitude of the k-th largest, as an integer, and the number of those at it that are kept."""
         least = torch.zeros(1, dtype=torch.int32, device=delta_N.device)

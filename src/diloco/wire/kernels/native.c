@@ -361,6 +361,44 @@ int topk_select(
     }
     return 0;
 }
+// The k-th largest of n magnitudes: the largest number that k of them reach, bit by bit.
+INLINE uint32_t kth_largest(const uint32_t *magnitude, int64_t n, int64_t k) {
+    uint32_t threshold = 0;
+    for (int bit = 30; bit >= 0; bit--) {
+        uint32_t higher = threshold | 1u << bit;
+        int32_t count = 0;
+        for (int64_t i = 0; i < n; i++) count += magnitude[i] >= higher;
+        threshold = count >= k ? higher : threshold;
+    }
+    return threshold;
+}
+// As topk_select, of a block of at most 8192 elements; return 1 if one is not finite. The k-th largest of the largest
+// magnitudes of at least k groups spares the exact search what is smaller.
+INLINE int block_select(const float *x, int64_t first, int64_t n, int64_t k, float *kept, int64_t *places) {
+    enum { MOST = 8192 };
+    uint32_t magnitude[MOST], least = 0;
+    int64_t size = n / (2 * k), num = 0, above = 0;
+    for (; size > 1 && num < n / size; num++) magnitude[num] = largest(x + num * size, size);
+    if (num) least = kth_largest(magnitude, num, k);
+    num = 0;
+    for (int64_t i = 0; i < n; i += 64) {
+        uint64_t bits = n - i < 64 ? at_least(x + i, n - i, least) : at_least(x + i, 64, least);
+        for (bits &= first_bits(n - i); bits; bits &= bits - 1) magnitude[num++] = magnitude_of(x[i + __builtin_ctzll(bits)]);
+    }
+    uint32_t threshold = kth_largest(magnitude, num, k);
+    for (int64_t i = 0; i < num; i++) above += magnitude[i] > threshold;
+    topk_select(x, first, n, threshold, k - above, kept, places);
+    return largest(x, n) >= 0x7F800000;
+}
+// Write values and places of the k largest magnitudes of each block, and the same share, rounded up, of a shorter last.
+int blocks_select(const float *x, int64_t first, int64_t n, int64_t block, int64_t k, float *kept, int64_t *places) {
+    int bad = 0;
+    for (int64_t i = 0; i < n; i += block, kept += k, places += k) {
+        int64_t num = n - i < block ? n - i : block, num_kept = (num * k + block - 1) / block;
+        bad |= block_select(x + i, first + i, num, num_kept, kept, places);
+    }
+    return bad;
+}
 // Write or read the places of a top-k payload: low bits of each, then the bit vector, in zeroed memory.
 int places_pack(const int64_t *places, int64_t k, int num_low, uint8_t *low, uint8_t *high) {
     uint64_t held = 0;
@@ -409,6 +447,14 @@ INLINE uint16_t to_bf16(float x) {
     return (uint16_t)((b & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
 }
 INLINE float itself(float x) { return x; }
+
+// x where BF16, or FP32, sees the change from outer to outer − x, and 0 elsewhere.
+int gate(const float *restrict x, const float *restrict outer, int64_t n, int is_bf16, float *restrict to) {
+    for (int64_t i = 0; is_bf16 && i < n; i++)
+        to[i] = of_bf16(to_bf16(outer[i] - x[i])) != of_bf16(to_bf16(outer[i])) ? x[i] : 0;
+    for (int64_t i = 0; !is_bf16 && i < n; i++) to[i] = outer[i] - x[i] != outer[i] ? x[i] : 0;
+    return 0;
+}
 
 // The formats without a scale saturate; NAME_pack and NAME_unpack return 1 if an element is not finite.
 INLINE uint16_t saturated_bf16(float x) {

@@ -72,6 +72,33 @@ class NativeSparse:
         on_threads(call, arguments)
         return place_k, kept_k, torch.tensor(are_finite, dtype=torch.bool, device=CPU)
 
+    def largest_of_blocks(
+        self, delta_N: Tensor, block: int, kept: int, num_values: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `largest`, of each block its k, and of a shorter last one the same share; `num_values` in all."""
+        place_k = torch.empty(num_values, dtype=torch.int64, device=CPU)
+        kept_k = torch.empty(num_values, dtype=torch.float32, device=CPU)
+        select = self._function("blocks_select", c_void_p, *[c_int64] * 4, *[c_void_p] * 2)
+
+        def call(start: int, length: int) -> bool:
+            before = start // block * kept
+            addresses = kept_k.data_ptr() + 4 * before, place_k.data_ptr() + 8 * before
+            return not select(delta_N.data_ptr() + 4 * start, start, length, block, kept, *addresses)
+
+        are_finite = all(on_threads(call, ranges(delta_N.numel(), block)))
+        return place_k, kept_k, torch.tensor(are_finite, dtype=torch.bool, device=CPU)
+
+    def gated(self, delta_N: Tensor, outer_N: Tensor, *, is_bf16: bool) -> Tensor:
+        """The elements by which Θ changes as BF16, or as FP32; zeros elsewhere."""
+        gate, to_N = self._function("gate", *[c_void_p] * 2, c_int64, c_int, c_void_p), torch.empty_like(delta_N)
+
+        def call(start: int, length: int) -> int:
+            vector, outer, to = (vector.data_ptr() + 4 * start for vector in (delta_N, outer_N, to_N))
+            return gate(vector, outer, length, is_bf16, to)
+
+        on_threads(call, ranges(delta_N.numel(), 16))
+        return to_N
+
     def pack_places(self, place_k: Tensor, num_low: int, low: Tensor, high: Tensor) -> None:
         """Write the places of Top-K: the low bits of each, then the bit vector."""
         pack = self._function("places_pack", c_void_p, c_int64, c_int, c_void_p, c_void_p)

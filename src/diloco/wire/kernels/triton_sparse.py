@@ -128,6 +128,62 @@ def largest_pack(
 
 
 @triton.jit
+def block_pack(
+    delta_ptr,
+    places_ptr,
+    kept_ptr,
+    bad_ptr,
+    num_elements,
+    BLOCK: tl.constexpr,
+    KEPT: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """Write places and values of a block's KEPT largest magnitudes; write 1 to `bad` if an element is not finite.
+
+    The threshold is the largest number that so many magnitudes reach, found bit by bit. Of a shorter last block
+    the same share is kept, rounded up. SIZE is the first power of two from BLOCK on.
+    """
+    program, lane = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+    first = program * BLOCK
+    num_here = tl.minimum(num_elements - first, BLOCK).to(tl.int32)
+    is_here, kept = lane < num_here, (num_here * KEPT + BLOCK - 1) // BLOCK
+    delta = tl.load(delta_ptr + first + lane, mask=is_here, other=0.0)
+    magnitude = tl.where(is_here, delta.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
+    if tl.max(magnitude, axis=0) >= _INFINITY:
+        tl.store(bad_ptr, 1)
+    threshold = tl.zeros([], tl.int32)
+    for i in range(31):
+        higher = threshold | (1 << (30 - i))
+        threshold = tl.where(tl.sum((magnitude >= higher).to(tl.int32), axis=0) >= kept, higher, threshold)
+    is_above, is_equal = magnitude > threshold, magnitude == threshold
+    num_ties = kept - tl.sum(is_above.to(tl.int32), axis=0)
+    is_kept = is_above | (is_equal & (_ranks(is_equal) < num_ties))
+    at = program * KEPT + _ranks(is_kept)
+    tl.store(places_ptr + at, first + lane, mask=is_kept)
+    tl.store(kept_ptr + at, delta, mask=is_kept)
+
+
+@triton.jit
+def gate(delta_ptr, outer_ptr, to_ptr, num_elements, BF16: tl.constexpr, SIZE: tl.constexpr) -> None:
+    """Write the elements by which Θ changes as BF16, or as FP32, and zeros elsewhere."""
+    first, lane, is_here = _lanes(num_elements, SIZE)
+    delta = tl.load(delta_ptr + first + lane, mask=is_here, other=0.0)
+    outer = tl.load(outer_ptr + first + lane, mask=is_here, other=0.0)
+    before, after = outer, outer - delta
+    if BF16:
+        before, after = _as_bf16(before), _as_bf16(after)
+    tl.store(to_ptr + first + lane, tl.where(after != before, delta, 0.0), mask=is_here)
+
+
+@triton.jit
+def _as_bf16(x):
+    """FP32 rounded to BF16, to nearest, ties to even; NaN stays NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    return tl.where(x != x, x, rounded)
+
+
+@triton.jit
 def _lanes(num_elements, SIZE: tl.constexpr):
     """The program's first element, the others from there on in 32 bits, and a mask."""
     first = tl.program_id(0).to(tl.int64) * SIZE

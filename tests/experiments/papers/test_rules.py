@@ -1,0 +1,53 @@
+"""The experiments of outer rules and inner optimizers: all runs of a very small tier, by real processes."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from tests.experiments.runner.machines import tiny_config
+
+from diloco.experiments.papers import experiment
+from diloco.experiments.papers.comparison import finished
+from diloco.experiments.papers.experiment import Point
+from diloco.experiments.papers.rules import _frontier
+from diloco.experiments.papers.tiers import Comparisons, InnerGrid, RulesGrid, small
+from diloco.experiments.runner.grid import run_grid
+from diloco.experiments.runner.machines import LocalMachine
+
+
+def test_the_frontier_has_the_points_below_which_none_with_as_few_bytes_lies():
+    bytes_and_losses = [(1, 5.0), (2, 6.0), (3, 4.0), (3, 4.5), (9, 3.0), (10, 3.5)]
+    points = {str(each): [Point(*each, 0.0, 0.0)] for each in reversed(bytes_and_losses)}
+    assert [point[:2] for point in _frontier(points)] == [(1, 5.0), (3, 4.0), (9, 3.0)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["few_outer_steps", "inner_optimizers"])
+def test_every_rule_and_optimizer_trains_and_has_its_place_in_table_and_figure(name, small_corpus, tmp_path):
+    pytest.importorskip("matplotlib")
+    from diloco.report.figures.drawing import draw_experiment
+
+    tier = small()
+    base = tiny_config(small_corpus, tmp_path)
+    grid = RulesGrid(
+        base=base,
+        replicas=(2,),
+        sync_everies=(6,),
+        outer_learning_rates={
+            rule: rates[:1] for rule, rates in tier.comparisons.rules.outer_learning_rates.items()
+        },
+    )
+    inner = InnerGrid(base=base, replicas=(1, 4), optimizers=("adamw", "muon"), rates=(1,))
+    comparisons = Comparisons(rules=grid, few_outer_steps=grid, inner_optimizers=inner)
+    one = experiment(name, replace(tier, comparisons=comparisons, seeds=(0,)))
+    *_, rows = run_grid(one.runs, tmp_path / "runs", LocalMachine(4))
+    assert [row.get("failed") for row in rows] == [None] * len(one.runs)
+    assert len(draw_experiment(one, rows).axes) == len(one.panels(rows)) == {"few_outer_steps": 3}.get(name, 1)
+    assert "no run" not in one.finding(finished(rows)).measured.replace("rda: no run", "")
+    if name == "few_outer_steps":
+        losses = {row["rule"]: row["eval_loss"] for row in rows}
+        same = [rules for rules in itertools.combinations(losses, 2) if losses[rules[0]] == losses[rules[1]]]
+        assert same == [], "each rule trains another model"
+        assert all({f"eval_loss_at_{percent}" for percent in (25, 50, 75)} <= row.keys() for row in rows)
+        sent = {row["rule"]: row["bytes_sent_per_replica"] for row in rows}
+        assert sent["sparseloco"] < sent["nesterov"] / 40

@@ -1,0 +1,103 @@
+"""The rule that chooses η and μ by the number of outer steps."""
+
+import csv
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from tests.engine.cases import Case, inner_step
+from tests.processes import run_replicas
+
+import diloco
+from diloco.outer.auto import chosen, expected_excess
+from diloco.training.config.config import TrainConfig, from_json, to_json
+from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import with_method_values
+
+SWEEP = Path(__file__).parents[2] / "docs/results/outer_auto.csv"
+
+
+def cells() -> dict[tuple, dict[tuple[float, float], float]]:
+    """The mean loss over the seeds by η and μ, in each cell of the sweep."""
+    losses: dict[tuple, dict[tuple[float, float], list[float]]] = defaultdict(lambda: defaultdict(list))
+    with SWEEP.open() as lines:
+        for row in csv.DictReader(lines):
+            facts = (
+                *(int(row[name]) for name in ("num_outer_steps", "num_replicas", "sync_every")),
+                float(row["mixing"]),
+            )
+            losses[row["mode"], *facts][float(row["eta"]), float(row["mu"])].append(float(row["loss"]))
+    return {cell: {point: mean(values) for point, values in points.items()} for cell, points in losses.items()}
+
+
+def test_in_every_cell_of_the_sweep_the_chosen_values_end_near_the_best():
+    """Auto's own run is a point of each cell."""
+    for (mode, *facts), losses in cells().items():
+        ratio = losses[chosen(*facts)] / min(losses.values()) - 1
+        assert ratio <= 0.003, (mode, facts, ratio)
+
+
+def test_what_is_warned_of_ended_more_than_half_a_percent_above():
+    for (mode, *facts), losses in cells().items():
+        for point, loss in losses.items():
+            if expected_excess(*point, *facts) > 0.01:
+                assert loss / losses[chosen(*facts)] > 1.001, (mode, facts, point)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9])
+def test_more_outer_steps_take_more_gain_and_more_momentum_up_to_a_bound(alpha):
+    for facts in ((1, 10), (2, 30), (8, 500)):
+        values = [chosen(steps, *facts, alpha) for steps in (0, 1, 10, 17, 100, 1_000, 10_000)]
+        gains = [lr / (1 - momentum) for lr, momentum in values]
+        assert all(a <= b * 1.01 for a, b in pairwise(gains))
+        assert [momentum for _, momentum in values] == sorted(momentum for _, momentum in values)
+        assert values[0][1] == 0.0 and values[-1][1] == 0.9 and max(gains) < 4.01
+        for value, steps in zip(values, (0, 1, 10, 17, 100, 1_000, 10_000), strict=True):
+            diloco.Nesterov(lr=value[0], momentum=value[1])
+            assert alpha == 0.9 or expected_excess(*value, steps, *facts, alpha) < 1e-4 or gains[-1] > 3.9
+
+
+def trained(case: Case) -> list[tuple[str, diloco.Nesterov]]:
+    """The outer hash and rule of a run that was resumed half-way, and of one that was given the chosen rule."""
+    chosen_by = {"outer": "auto", "num_steps": case.T}
+    model = case.model()
+    engine = case.engine(model, **chosen_by)
+    for t in range(1, case.T + 1):
+        inner_step(model, engine.exchange.replica, t)
+        engine.step()
+        if t == case.T // 2:
+            theta, state = model.state_dict(), engine.state_dict()
+            model = case.model()
+            engine = case.engine(model, **chosen_by)
+            model.load_state_dict(theta)
+            engine.load_state_dict(state)
+    engine.finish()
+    plain = case.model()
+    other = case.engine(plain, outer=engine.settings.outer)
+    for t in range(1, case.T + 1):
+        inner_step(plain, other.exchange.replica, t)
+        other.step()
+    other.finish()
+    return [(one.outer_hash(), one.settings.outer) for one in (engine, other)]
+
+
+def test_replicas_choose_the_same_rule_and_again_when_they_resume():
+    case = Case(P=2, T=34, H=4, tau=1)
+    results = run_replicas(trained, 2, case)
+    lr, momentum = chosen(34 // 4, 2, 4, case.alpha)
+    assert results == [[results[0][0]] * 2] * 2 and results[0][0][1] == diloco.Nesterov(lr=lr, momentum=momentum)
+
+
+def test_a_config_keeps_auto_and_is_resolved_by_its_length():
+    asked = recipe("tiny")
+    asked = replace(asked, diloco=replace(asked.diloco, outer="auto"))
+    assert from_json(TrainConfig, to_json(asked)).diloco.outer == "auto"
+    for factor in (1, 10):
+        longer = with_method_values(replace(asked, num_tokens=factor * asked.num_tokens))
+        lr, momentum = chosen(6 * factor, 2, 10, 0.5)
+        assert longer.diloco.outer_rule == f"nesterov:lr={lr},momentum={momentum}"
+        assert with_method_values(longer) == longer
+    assert with_method_values(replace(asked, method="data_parallel")).diloco.outer == "auto"

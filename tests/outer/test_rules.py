@@ -1,0 +1,307 @@
+"""Every outer rule and merge rule against its equation in NumPy, on two processes; and their limits."""
+
+import copy
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tests.engine.cases import Case, inner_step, outer_of, theta_of
+from tests.engine.test_elastic import until
+from tests.processes import run_replicas
+from tests.rendezvous.replicas import Replica, new_model
+
+import diloco
+from diloco.errors import UserError
+from diloco.outer.averages import Average
+from diloco.outer.cohort import Cohort
+from diloco.outer.digest import outer_digest
+from diloco.outer.merge import MERGE_RULES
+from diloco.outer.rda import RDA
+from diloco.outer.rule import FragmentState, Span
+from diloco.outer.rules import RULES, outer_rule, rule_of_facts
+from diloco.rendezvous.replay import replayed
+from diloco.schedule import Sync
+
+f32 = np.float32
+CASE = Case(P=2, H=4, tau=2, wire="int8", layers_per_fragment=2)
+STEPS, SAVED = 25, 14
+PLAIN = "blocks.3"
+ETA, MU = 0.5, 0.8
+RULE_SPECS = {
+    "sgd": "sgd:lr=0.5",
+    "nesterov": "nesterov:lr=0.5,momentum=0.8",
+    "restarted": "nesterov:lr=0.5,momentum=0.8,restart_every=2",
+    "decayed": "nesterov:lr=0.5,momentum=0.8,decay_rounds=3,final=0.25",
+    "rda": f"rda:lr=0.5,momentum=0.8,plain={PLAIN}",
+    "delayed_nesterov": "delayed_nesterov:lr=0.5,momentum=0.8,delay=2,activation=0.25",
+    "eager": "eager:lr=0.5,momentum=0.8",
+    "torch": "torch.Adam:lr=0.1,betas=0.8+0.9",
+}
+"""Spellings; those with the same name as a rule of the registry test that rule."""
+MERGES = {"rda": "taylor:strength=0.7", "eager": "translate", "delayed_nesterov": "overwrite"}
+"""The merge rules of some; the others mix with α = 0.25."""
+
+
+class Step(NamedTuple):
+    """An outer step; vectors are of one fragment."""
+
+    fragment: int
+    round: int
+    sent: int
+    taken: int
+    deltas: list[np.ndarray]
+    Theta: np.ndarray
+    """Θ after it."""
+
+
+class Trained(NamedTuple):
+    steps: list[Step]
+    thetas: list[tuple[np.ndarray, np.ndarray]]
+    """θ before and after what the engine did at each inner step."""
+    Thetas: list[np.ndarray]
+    places: list[dict[str, Span]]
+    is_resumed_alike: bool
+
+
+def vectors_of(flat: np.ndarray) -> list[np.ndarray]:
+    sizes = [sum(span.stop - span.start for span in part.values()) for part in places()]
+    return np.split(flat, np.cumsum(sizes)[:-1])
+
+
+def places() -> list[dict[str, Span]]:
+    parts = []
+    for fragment in diloco.sequential(model := CASE.model(), layers_per_fragment=2):
+        spans, start = {}, 0
+        for name in fragment.parameters:
+            spans[name] = Span(tuple(model.get_parameter(name).shape), start)
+            start = spans[name].stop
+        parts.append(spans)
+    return parts
+
+
+def advance(engine, model, last: int, result: Trained) -> None:
+    """Train up to a step, and note what happens."""
+    for t in range(engine.num_steps + 1, last + 1):
+        inner_step(model, dist.get_rank(), t)
+        before = theta_of(model)
+        taken = engine.step()
+        Theta = vectors_of(outer_of(engine))
+        for step in taken:
+            deltas = [delta_N.numpy().copy() for delta_N in step.deltas]
+            p = step.sync.fragment
+            result.steps.append(Step(p, step.sync.round, step.sync.step, t, deltas, Theta[p]))
+        result.thetas.append((before, theta_of(model)))
+        result.Thetas.append(outer_of(engine))
+
+
+def trained(name: str) -> Trained:
+    """A run with a rule, and the comparison with one that goes on from its state in the midst of it."""
+    model = CASE.model()
+    rules = {"outer": RULE_SPECS[name], "mixing": MERGES.get(name, 0.25)}
+    engine = CASE.engine(model, **rules)
+    result = Trained([], [], [outer_of(engine)], places(), False)
+    advance(engine, model, SAVED, result)
+    state, parameters = copy.deepcopy(engine.state_dict()), copy.deepcopy(model.state_dict())
+    assert state["in_flight"], "the state is saved in the midst of a flight"
+    advance(engine, model, STEPS, result)
+    fresh = CASE.model()
+    resumed = CASE.engine(fresh, **rules)
+    fresh.load_state_dict(parameters)
+    resumed.load_state_dict(state)
+    advance(resumed, fresh, STEPS, Trained([], [], [], [], False))
+    ends = [(theta_of(m).tobytes(), outer_of(e).tobytes()) for e, m in ((engine, model), (resumed, fresh))]
+    engine.finish()
+    resumed.finish()
+    return result._replace(is_resumed_alike=ends[0] == ends[1])
+
+
+def all_trained() -> dict[str, Trained]:
+    return {name: trained(name) for name in RULE_SPECS}
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, list[Trained]]:
+    """The runs of both replicas by name."""
+    replicas = run_replicas(all_trained, 2)
+    return {name: [replica[name] for replica in replicas] for name in RULE_SPECS}
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x) if x.any() else x
+
+
+def radial(deltas: list[np.ndarray], spans: dict[str, Span]) -> np.ndarray:
+    """The average length along the average direction, for matrices; the average of others."""
+    result = np.mean(deltas, axis=0)
+    for name, span in spans.items():
+        parts = [delta[span.start : span.stop].astype(np.float64) for delta in deltas]
+        if len(span.shape) > 1 and PLAIN not in name:
+            radius = np.mean([np.linalg.norm(part) for part in parts])
+            result[span.start : span.stop] = radius * unit(np.mean([unit(part) for part in parts], axis=0))
+    return result
+
+
+def expected_step(name: str, Theta: np.ndarray, state: dict, step: Step, spans: dict[str, Span]) -> np.ndarray:
+    """Θ after an outer step, from Θ before it and a fragment's state, which is changed."""
+    D = np.mean(step.deltas, axis=0)
+    v, b, eta, mu = state.get("v", 0 * D), state.get("b", 0 * D), ETA, MU
+    if name == "torch":
+        state["m"] = 0.8 * state.get("m", 0) + 0.2 * D
+        state["s"] = 0.9 * state.get("s", 0) + 0.1 * D**2
+        r = step.round
+        return Theta - 0.1 * state["m"] / (1 - 0.8**r) / (np.sqrt(state["s"] / (1 - 0.9**r)) + 1e-8)
+    if name == "delayed_nesterov":
+        b, c, n = b + D, 0.25, 2
+        if step.round % 2 == 0:
+            state["v"], state["b"] = mu * v + b / n, 0 * b
+            return Theta - eta * ((1 - c * n + c) * mu * state["v"] + D / n)
+        state["b"] = b
+        return Theta - eta * (c * mu * v + D / n)
+    mu = 0.0 if name == "sgd" else mu
+    v = 0 * v if name == "restarted" and step.round in (1, 3, 5) else v
+    eta = {1: 0.5, 2: 0.5 * 0.625}.get(step.round, 0.5 * 0.25) if name == "decayed" else eta
+    D = radial(step.deltas, spans) if name == "rda" else D
+    state["v"] = mu * v + D
+    return Theta - eta * (D + mu * state["v"])
+
+
+@pytest.mark.parametrize("name", RULE_SPECS)
+def test_each_outer_step_is_the_rules_equation(runs, name):
+    for run in runs[name]:
+        Theta, states = vectors_of(run.Thetas[0]), [{}, {}]
+        assert len(run.steps) >= 9 and max(step.round for step in run.steps) >= 4
+        for step in run.steps:
+            p = step.fragment
+            Theta[p] = expected_step(name, Theta[p].astype(np.float64), states[p], step, run.places[p])
+            np.testing.assert_allclose(step.Theta, Theta[p], rtol=2e-5, atol=2e-6)
+    first, second = runs[name]
+    same = [a.Theta.tobytes() == b.Theta.tobytes() for a, b in zip(first.steps, second.steps, strict=True)]
+    assert all(same) == (name != "eager"), "shared rules have the same bits on all replicas"
+
+
+@pytest.mark.parametrize("name", RULE_SPECS)
+def test_a_run_that_goes_on_from_its_state_has_the_same_bits(runs, name):
+    assert all(run.is_resumed_alike for run in runs[name])
+
+
+@pytest.mark.parametrize("name", RULE_SPECS)
+def test_each_merge_is_the_rules_equation(runs, name):
+    for run in runs[name]:
+        for step in run.steps:
+            p, tau = step.fragment, step.taken - step.sent
+            before, after = (vectors_of(theta)[p] for theta in run.thetas[step.taken - 1])
+            sent = vectors_of(run.thetas[step.sent - 1][0])[p]
+            Theta, Theta_then = step.Theta, vectors_of(run.Thetas[step.taken - 1])[p]
+            g = (sent - before) / tau
+            expected = {
+                "rda": Theta - tau * (g + 0.7 * g**2 * (Theta - sent) / CASE.H),
+                "eager": before + Theta - Theta_then,
+                "delayed_nesterov": Theta,
+            }.get(name, 0.25 * before + 0.75 * Theta)
+            np.testing.assert_allclose(after, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_an_eager_replica_goes_on_from_its_own_part_of_the_outer_step(runs):
+    for rank, run in enumerate(runs["eager"]):
+        for step in run.steps[:2]:  # before them v = 0
+            Theta, theta = vectors_of(run.Thetas[step.sent]), vectors_of(run.thetas[step.sent - 1][1])
+            own = step.deltas[rank] / 2
+            expected = vectors_of(run.Thetas[0])[step.fragment] - ETA * (1 + MU) * own
+            np.testing.assert_allclose(Theta[step.fragment], expected, rtol=1e-5, atol=1e-6)
+            assert np.array_equal(theta[step.fragment], Theta[step.fragment])
+
+
+def alone(outer: str, **changes) -> tuple[bytes, bytes]:
+    """θ and Θ of one replica after some steps."""
+    case = Case(P=2, H=4, **{"tau": 0, "alpha": 0.0, **changes})
+    model = case.model()
+    engine = case.engine(model, outer=outer, **({"mixing": "translate"} if "eager" in outer else {}))
+    for t in range(1, 18):
+        inner_step(model, 0, t)
+        engine.step()
+    engine.finish()
+    return theta_of(model).tobytes(), outer_of(engine).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("outer", "other"),
+    [
+        ("delayed_nesterov:delay=1", "nesterov"),
+        ("sgd:lr=0.4", "nesterov:lr=0.4,momentum=0"),
+        ("nesterov:restart_every=1,momentum=0.5", "nesterov:lr=0.6,momentum=0"),
+        ("nesterov:restart_every=99", "nesterov"),
+        ("nesterov:decay_rounds=9,final=1", "nesterov"),
+        ("rda:plain=weight", "nesterov"),
+        ("torch.SGD:lr=0.4,momentum=0.9,nesterov=true", "nesterov"),
+    ],
+)
+def test_limits_of_a_rule_are_other_rules(outer, other):
+    for one, two in zip(alone(outer, tau=2), alone(other, tau=2), strict=True):
+        np.testing.assert_allclose(np.frombuffer(one, f32), np.frombuffer(two, f32), rtol=1e-5, atol=1e-6)
+
+
+def test_an_eager_replica_alone_is_nesterov_without_overlap_to_the_last_bit():
+    assert alone("eager", tau=0) == alone("nesterov", tau=0)
+    one, two = (np.frombuffer(alone(*how)[1], f32) for how in (("eager",), ("nesterov",)))
+    assert np.array_equal(one, two)
+
+
+def test_rda_of_equal_vectors_is_their_mean_and_of_opposite_ones_0():
+    spans, delta_N = {"weight": Span((2, 3), 0), "bias": Span((2,), 6)}, torch.arange(1.0, 9.0)
+    rule, cohort = RDA(lr=1.0, momentum=0.0), Cohort((0, 1), (0.5, 1.0))
+    opposite_N = torch.cat([torch.zeros(6), -delta_N[6:] / 3])
+    for factor, expected_N in ((1.0, delta_N), (-1.0, opposite_N)):
+        vectors, deltas = {"outer": torch.zeros(8), "velocity": torch.zeros(8)}, (delta_N, factor * delta_N)
+        average = Average(0.5 * deltas[0] + deltas[1], 1.5, lambda deltas=deltas: iter(deltas))
+        equal = cohort if factor == 1 else Cohort.equal(2)
+        rule.on_average(FragmentState(vectors.__getitem__, spans), average, Sync(0, 1, 1), equal)
+        torch.testing.assert_close(-vectors["outer"], expected_N)
+
+
+@pytest.mark.parametrize("name", ["restarted", "rda", "delayed_nesterov", "torch"])
+def test_in_a_store_the_replay_gives_the_outer_parameters_of_all_replicas(name, tmp_path):
+    outer = RULE_SPECS[name].replace(PLAIN, "blocks.1")
+    replicas = [Replica(str(tmp_path), name=each, outer=outer, snapshot_rounds=2) for each in "ab"]
+    until(lambda: min(replicas[0].rounds) >= 4, *replicas)
+    replicas.append(Replica(str(tmp_path), name="c", outer=outer))  # from a snapshot
+    until(lambda: min(min(replica.rounds) for replica in replicas) >= 6, *replicas)
+    replay = replayed(str(tmp_path), initial=lambda facts: dict(new_model().named_parameters()))
+    assert replay.checked.steps == replay.checked.rounds > 12 and replay.checked.snapshots
+    for replica in replicas:
+        for p, outer_p in enumerate(replica.outer()):
+            digest = f"{outer_digest(torch.from_numpy(outer_p)):016x}"
+            assert replay.checksum(p, replica.rounds[p]) == digest
+        replica.vanish()
+
+
+def test_every_rule_is_tested_here_and_comes_back_from_its_facts():
+    assert RULES.keys() <= RULE_SPECS.keys()
+    assert MERGE_RULES.keys() - {"mix"} <= {spec.partition(":")[0] for spec in MERGES.values()}
+    for spec in RULE_SPECS.values():
+        rule = outer_rule(spec)
+        again = rule_of_facts(type(rule).__name__, rule.facts())
+        assert again is not None and again.facts() == rule.facts() and type(again) is type(rule)
+    assert rule_of_facts("Signum", {}) is None
+    assert rule_of_facts("TorchOptimizer", {"class": "somebody.Else"}) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"outer": "eager"},
+            r"outer=Eager merges at the send, and mixing=Mixing\(alpha=0.5\) .* mixing=translate",
+        ),
+        ({"outer": "rda", "combine": "reduce_scatter"}, "outer=RDA reads the outer gradient of each replica"),
+        ({"outer": "delayed_nesterov:delay=0"}, "delay=0 must be at least 1"),
+        ({"outer": "delayed_nesterov:activation=0.6"}, "activation=0.6 must be from 0 to 1 / delay=2"),
+        ({"outer": "nesterov:restart_every=-1"}, "restart_every=-1 must be at least 0"),
+        ({"outer": "nesterov:final=0"}, "final=0.0 must be above 0"),
+        ({"mixing": "taylor:strength=-1"}, "strength must be at least 0 and finite, not -1.0"),
+    ],
+)
+def test_settings_with_which_a_rule_means_nothing_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        Case().engine(Case().model(), **changes)
