@@ -41,14 +41,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--wire", default="e3m0")
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="of the parameters")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads((arguments := parser.parse_args()).threads)
     N, M, wire = arguments.parameters, arguments.replicas, codec(arguments.wire)
     outer_N, velocity_N, delta_N, total_N = (
         empty(N, torch.float32, torch.device("cpu")).normal_(std=1e-3) for _ in range(4)
     )
-    model = torch.nn.Module()
-    model.theta = torch.nn.Parameter(delta_N.to(DTYPES[arguments.dtype], copy=True))
+    model = torch.nn.ParameterDict({"theta": delta_N.to(DTYPES[arguments.dtype], copy=True)})
     parameters = FragmentParameters(model, diloco.whole(model))
     theta_bytes = model.theta.itemsize
     parameters.outer_gradient(0, outer_N, delta_N)
@@ -90,16 +88,20 @@ def main() -> None:
         report(name, bytes_a_parameter, seconds, bytes_a_parameter * N / bytes_a_second)
     report("together", total_bytes, total_seconds, total_bytes * N / bytes_a_second)
     average = gather.average(received, total_N, Key(), cohort)
+
+    def step(one: OuterRule) -> None:
+        one.on_send(fragment, lambda: delta_N, sync, cohort)
+        take_outer_step(one, Mixing(0.5), fragment, parameters.shards(0), average, sync, cohort)
+
+    report_rules(step, vectors, copy_seconds)
+
+
+def report_rules(step: Callable[[OuterRule], None], vectors: dict[str, torch.Tensor], copy_seconds: float) -> None:
     print(f"\n{'rule':28} {'ms':>8} {'passes':>7}")
     for name in RULES:
-        one = outer_rule(name)
-        vectors |= {slot: torch.zeros(N) for slot in one.slots if slot not in vectors}
-
-        def step(one: OuterRule = one) -> None:
-            one.on_send(fragment, lambda: delta_N, sync, cohort)
-            take_outer_step(one, Mixing(0.5), fragment, parameters.shards(0), average, sync, cohort)
-
-        seconds = shortest_seconds(step)
+        rule = outer_rule(name)
+        vectors |= {slot: torch.zeros_like(vectors["outer"]) for slot in rule.slots if slot not in vectors}
+        seconds = shortest_seconds(lambda rule=rule: step(rule))
         print(f"{name:28} {seconds * 1e3:8.1f} {seconds / copy_seconds:7.1f}", flush=True)
 
 

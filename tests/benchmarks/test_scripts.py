@@ -85,6 +85,17 @@ def check_hashes(output: str, rows: Rows) -> None:
 
 SMOKES = [
     Smoke(
+        "outer_auto.py",
+        "{text} --output {out} --outer-steps 3 --sync-every 2 --replicas 1 2 --seeds 0 --points auto 1,0",
+        "'num_replicas': 2,.* best ",
+        tables=(("outer_auto.csv", 4),),
+    ),
+    Smoke(
+        "outer_auto.py",
+        "{text} --output {out} --outer-steps 3 --sync-every 2 --replicas 2 --seeds 0 --points 0.4,0.9 --check",
+        r"vectorised (\d\.\d{4})\d+, rho (-?0\.\d\d)\d+; .* \[\(\1\d+, \2\d+\), \(\1\d+, \2\d+\)\]",
+    ),
+    Smoke(
         "streaming_vs_data_parallel.py",
         f"{{text}} --output {{out}} {TINY} --steps 20",
         r"data_parallel .*\nstreaming_overlapped_fp4 .*\nstreaming_overlapped .*\naveraging ",

@@ -49,6 +49,8 @@ class Case:
     layers_per_fragment: int = 1
     weights: str = "equal"
     seed: int = 0
+    lr: float = LR
+    """The inner steps' rate: with a small one, BF16 does not see every change."""
 
     def schedule(self) -> diloco.Schedule:
         return diloco.Schedule(
@@ -90,7 +92,7 @@ class Case:
 
         def inner_step(thetas, m, t):
             # The reference merges in FP32: a model in BF16 rounds what it writes.
-            return np.split(store(inner(store(np.concatenate(thetas)), m, t)), cuts)
+            return np.split(store(inner(store(np.concatenate(thetas)), m, t, self.lr)), cuts)
 
         return reference.run(
             theta0=np.split(theta_of(self.model()), cuts),
@@ -143,10 +145,10 @@ def exchange(timeout_seconds: float = 20.0) -> diloco.ProcessGroupExchange | dil
     return diloco.LoopbackExchange()
 
 
-def inner(theta: np.ndarray, m: int, t: int) -> np.ndarray:
+def inner(theta: np.ndarray, m: int, t: int, lr: float = LR) -> np.ndarray:
     """A step of gradient descent on ½‖θ − target‖², with a target for each replica and step."""
     target = np.random.default_rng((m, t)).standard_normal(len(theta)).astype(f32)
-    return theta - f32(LR) * (theta - target)
+    return theta - f32(lr) * (theta - target)
 
 
 def theta_of(model: nn.Module) -> np.ndarray:
@@ -157,8 +159,8 @@ def outer_of(engine: diloco.StreamingDiLoCo) -> np.ndarray:
     return torch.cat([p.reshape(-1) for p in engine.outer_parameters().values()]).numpy()
 
 
-def inner_step(model: nn.Module, m: int, t: int) -> None:
-    theta_N = torch.from_numpy(inner(theta_of(model), m, t))
+def inner_step(model: nn.Module, m: int, t: int, lr: float = LR) -> None:
+    theta_N = torch.from_numpy(inner(theta_of(model), m, t, lr))
     parts = theta_N.split([p.numel() for p in model.parameters()])
     with torch.no_grad():
         for p, part_N in zip(model.parameters(), parts, strict=True):
@@ -171,11 +173,15 @@ class Snapshot(NamedTuple):
 
 
 def train(
-    engine: diloco.StreamingDiLoCo, model: nn.Module, T: int, after_step: Callable[[int], None] = lambda t: None
+    engine: diloco.StreamingDiLoCo,
+    model: nn.Module,
+    T: int,
+    after_step: Callable[[int], None] = lambda t: None,
+    lr: float = LR,
 ) -> Iterator[Snapshot]:
     """θ and Θ after each step that is still to be taken, then after the drain."""
     for t in range(engine.num_steps + 1, T + 1):
-        inner_step(model, engine.exchange.replica, t)
+        inner_step(model, engine.exchange.replica, t, lr)
         engine.step(tokens=tokens(engine.exchange.replica, t))
         after_step(t)
         yield Snapshot(theta_of(model), outer_of(engine))
@@ -188,5 +194,5 @@ def run_cases(cases: list[Case]) -> list[tuple[list[Snapshot], str]]:
     for case in cases:
         model = case.model()
         engine = case.engine(model)
-        results.append((list(train(engine, model, case.T)), engine.outer_hash()))
+        results.append((list(train(engine, model, case.T, lr=case.lr)), engine.outer_hash()))
     return results

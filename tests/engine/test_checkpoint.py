@@ -27,7 +27,7 @@ RESUMED = [
         P=3, H=5, tau=(1, 4), wire="e3m0", combine="reduce_scatter:bf16", beta=0.9, offload=True, weights="tokens"
     ),
     Case(P=3, H=5, tau=(1, 4), wire="sparseloco:block=64,k=8", beta=0.95, eta=1.0, mu=0.0),
-    Case(P=3, H=5, tau=3, wire="pulse:density=0.2", beta=1.0, offload=True),
+    Case(P=3, H=5, tau=3, wire="pulse:density=0.5", beta=1.0, offload=True, lr=3e-5),
 ]
 
 
@@ -41,7 +41,7 @@ def resume_after_every_step(case: Case) -> None:
         torch.save({"engine": engine.state_dict(), "model": model.state_dict()}, checkpoints[t])
 
     save(0)
-    history = list(train(engine, model, case.T, after_step=save))
+    history = list(train(engine, model, case.T, after_step=save, lr=case.lr))
     for t, checkpoint in checkpoints.items():
         checkpoint.seek(0)
         state = torch.load(checkpoint, weights_only=True)
@@ -50,7 +50,7 @@ def resume_after_every_step(case: Case) -> None:
         resumed = case.engine(resumed_model)
         resumed_model.load_state_dict(state["model"])
         resumed.load_state_dict(state["engine"])
-        for actual, expected in zip(train(resumed, resumed_model, case.T), history[t:], strict=True):
+        for actual, expected in zip(train(resumed, resumed_model, case.T, lr=case.lr), history[t:], strict=True):
             assert actual.theta.tobytes() == expected.theta.tobytes(), (t, case)
             assert actual.Theta.tobytes() == expected.Theta.tobytes(), (t, case)
         for counter in ("num_steps", "bytes_sent", "bytes_received"):

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import diloco
 from diloco.engine.elastic_shards import GatheredParameters
 from diloco.engine.parameters import FragmentParameters, gathered, local, own_place
+from diloco.errors import ExchangeError, UserError
 
 
 class Block(nn.Module):
@@ -171,3 +172,65 @@ def test_replicas_of_two_processes_take_the_outer_steps_of_one():
 @pytest.mark.slow
 def test_replicas_of_two_by_two_processes_take_the_outer_steps_of_one():
     check_outer_steps(8, ["hsdp", "tensor", "fsdp and tensor"])
+
+
+def meet_other_copies() -> list[str]:
+    """The refusals of a replica whose second process has other values of what both hold."""
+    return [meet_one(when) for when in ("before", "in training", "in a store")]
+
+
+def meet_one(when: str) -> str:
+    model = Model()
+    model.scale = nn.Parameter(torch.ones(()), requires_grad=False)  # in no fragment, so that it need not be cut
+    distribute_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("copy",)))
+    norm, fragments = local(model.blocks[0].norm.weight), fragments_of(model)
+    if when != "in training":
+        norm.add_(dist.get_rank())
+    try:
+        if when == "in a store":
+            GatheredParameters(model, fragments, timeout_seconds=60).flat(0)
+        exchange = diloco.LoopbackExchange()
+        engine = diloco.StreamingDiLoCo(
+            model, fragments=fragments, sync_every=3, exchange=exchange, overlap_steps=0
+        )
+        for _ in range(3):
+            norm.add_(dist.get_rank())
+            engine.step()
+    except UserError as error:
+        return str(error)
+    return "no refusal"
+
+
+def test_processes_whose_copies_of_a_parameter_differ_are_refused():
+    """As after another seed in each process, and after gradients that are not summed."""
+    for refusals in run_replicas(meet_other_copies, 2):
+        for refusal in refusals:
+            assert "the same shard of parameter blocks.0.norm.weight, along dimension copy of its" in refusal
+
+
+def load_from_another_mesh() -> str:
+    """The refusal of a state whose shards have the right shapes, and lie in other places."""
+    states = []
+    for sizes in ((4, 1), (2, 2)):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("shard", "tensor"))
+        model = nn.Sequential(nn.Linear(4, 8, bias=False))
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+        fully_shard(model, mesh=mesh["shard"])
+        engine = diloco.StreamingDiLoCo(model, fragments="whole", exchange=diloco.LoopbackExchange())
+        if states:
+            try:
+                engine.load_state_dict(states.pop())
+            except (UserError, ExchangeError) as error:
+                return str(error)
+        states.append(engine.state_dict())
+    return "no refusal"
+
+
+@pytest.mark.slow
+def test_a_state_whose_shards_lie_elsewhere_is_refused():
+    """The second and the third quarter change places between the two middle processes."""
+    first, *middle, last = run_replicas(load_from_another_mesh, 4)
+    for refusal in middle:
+        assert "outer of 0.weight is not sharded as the model is" in refusal
+    for refusal in (first, last):
+        assert "another shard of replica 0 failed" in refusal

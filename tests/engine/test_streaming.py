@@ -48,8 +48,10 @@ def some_cases(M: int, num: int) -> list[Case]:
 
 PAPERS = [
     Case(P=3, H=5, T=23, tau=2, wire="sparseloco:block=64,k=8", beta=0.95, eta=1.0, mu=0.0),
-    Case(P=3, H=5, T=23, tau=2, wire="pulse:density=0.2", beta=1.0, eta=0.7),
-    Case(P=2, H=4, T=18, tau=3, wire="pulse:density=0.4,values=bf16", combine="reduce_scatter:fp32", beta=1.0),
+    Case(P=3, H=5, T=23, tau=2, wire="pulse:density=0.5", beta=1.0, eta=0.7, lr=3e-5),
+    Case(
+        P=3, H=4, T=18, tau=3, wire="pulse:density=1,values=bf16", combine="reduce_scatter:fp32", beta=1.0, lr=3e-5
+    ),
 ]
 
 
@@ -71,7 +73,7 @@ def test_every_step_is_the_references_bit_for_bit(M, num_cases):
 
 
 def test_pulse_with_room_for_every_change_in_fp32_is_dense():
-    form = {"P": 3, "H": 5, "T": 23, "tau": 2}
+    form = {"P": 3, "H": 5, "T": 23, "tau": 2, "lr": 3e-5}
     cases = [Case(wire="pulse:density=1,mask=fp32", beta=1.0, **form), Case(wire="fp32", **form)]
     for (pulse, _), (dense, _) in run_replicas(run_cases, 2, cases):
         for one, other in zip(pulse, dense, strict=True):

@@ -153,9 +153,10 @@ def run_on(function: Callable, mesh: str, optimizer: str, folder: Path) -> list[
     return run_replicas(function, M * S * D, S, "fp32", "gather", folder, *others, timeout_seconds=120)
 
 
-def train_alone(S: int, also_compiled: bool) -> tuple[list[float], str]:
+def train_alone(S: int, also_compiled: bool, tensor_parallel: int = 1) -> tuple[list[float], str]:
     """Losses and outer hash; compiled, the first losses are the same."""
-    config = resolved(config_of(S, "fp32", "gather"), num_replicas=1, micro_batch=None)
+    config = config_of(S, "fp32", "gather", tensor_parallel=tensor_parallel)
+    config = resolved(config, num_replicas=1, micro_batch=None)
     # One layer: half of what is compiled.
     model = replace(config.model, num_layers=1)
     config = replace(config, model=model, diloco=replace(config.diloco, overlap_steps=2))
@@ -174,10 +175,11 @@ def train_alone(S: int, also_compiled: bool) -> tuple[list[float], str]:
 @pytest.mark.slow
 def test_a_replica_alone_may_be_sharded_and_compiled():
     (expected, _), *_ = run_replicas(train_alone, 1, 1, False)
-    sharded = run_replicas(train_alone, 2, 2, True, timeout_seconds=200)
-    for losses, outer_hash in sharded:
-        assert losses == pytest.approx(expected, abs=1e-5)
-        assert outer_hash == sharded[0][1]
+    for tensor_parallel in (1, 2):
+        sharded = run_replicas(train_alone, 2, 2, True, tensor_parallel, timeout_seconds=200)
+        for losses, outer_hash in sharded:
+            assert losses == pytest.approx(expected, abs=1e-5)
+            assert outer_hash == sharded[0][1]
 
 
 def swap() -> tuple[bool, bool]:

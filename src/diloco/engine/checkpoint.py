@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diloco.engine.outer_state import ERROR, OUTER, SENT_THETA
-from diloco.engine.parameters import local
+from diloco.engine.parameters import own_place
 from diloco.engine.replica import Replica
 from diloco.engine.settings import Settings
 from diloco.errors import DisagreementError, FileError, UserError
@@ -161,7 +161,7 @@ def check_like(kind: str, tensors: Mapping[str, Tensor], own: Mapping[str, Tenso
                 f"the state's {kind} of {name} is {tuple(tensor.shape)} in {tensor.dtype}, and here it is "
                 f"{tuple(like.shape)} in {torch.float32}: load a state of the same model, as it was saved"
             )
-        if local(tensor).shape != local(like).shape:
+        if own_place(tensor, part=False) != own_place(like, part=False):
             raise UserError(
                 f"the state's {kind} of {name} is not sharded as the model is: read the state with "
                 "torch.distributed.checkpoint.load into this engine, or into its state_dict()"

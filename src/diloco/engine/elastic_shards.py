@@ -303,6 +303,7 @@ class GatheredParameters(FragmentParameters):
 
     def give(self, fragment: int) -> Tensor:
         """Gather θ_p, FP32 (N): what every process does in `flat`."""
+        self.check_copies((fragment,))
         return self._gathered(fragment, self.theta(fragment))
 
     def take(self, fragment: int, step: int, theta_N: Tensor | None = None) -> None:

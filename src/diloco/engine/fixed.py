@@ -155,6 +155,8 @@ class FixedMembership(Membership):
         self._fragment_bytes = self._bytes_by_fragment()
         self._equal = EqualGradients(replica.state.num_fragments)
         initial = replica.state.at_home(OUTER)
+        with replica.fail_together():
+            replica.parameters.check_copies(range(replica.state.num_fragments))
         facts = replica.settings.facts(transport.num_replicas) | replica.parameters.facts(initial)
         agree(transport, facts, remedies={INITIAL: _SAME_PARAMETERS})
 
@@ -216,6 +218,8 @@ class FixedMembership(Membership):
         """Encode everything first, so that nothing is sent if anything can't be, in any shard of the replica."""
         replica = self.replica
         with replica.fail_together():
+            # Copies that drift apart have done so by the first send.
+            replica.parameters.check_copies(sync.fragment for sync in syncs if sync.round == 1)
             replica.check_parameters(sync.fragment for sync in syncs)
             amounts = [self._amount(sync) for sync in syncs]
             with replica.record.encoding():

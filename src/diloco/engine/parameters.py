@@ -15,7 +15,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from itertools import compress
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,12 +29,13 @@ from diloco.exchange.group import TorchGroup
 from diloco.exchange.private_torch import dtensor_like, is_cut_again, timeout_seconds_of
 from diloco.exchange.transport import Group, OneProcess
 from diloco.fragments import Fragment, block_spans
-from diloco.outer.digest import parameters_hash
+from diloco.outer.digest import outer_digest_there, parameters_hash
 from diloco.outer.rule import Span
 from diloco.wire.kernels.memory import empty
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor  # takes a second to import, and most replicas are one process
+if TYPE_CHECKING:  # they take a second to import, and most replicas are one process
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 INITIAL = "initial parameters (SHA-256)"
@@ -147,7 +149,7 @@ class FragmentParameters:
         """The part of the parameters that the flat vectors hold, and the number of parts."""
         self.device = self.shards(0)[0].device
         """The device of the flat vectors, and of all parameters."""
-        sizes = {name: self.shape_in_flat(parameter).numel() for name, parameter in named.items()}
+        sizes = {name: self.shape_in_flat(parameter).numel() for name, parameter in self.by_name.items()}
         self.spans = [block_spans(fragment, sizes) for fragment in fragments]
         """The places of each fragment's blocks in its flat vector."""
         self.places = [dict(self._places(part)) for part in self._by_fragment]
@@ -359,6 +361,25 @@ class FragmentParameters:
                         f"on {now[1]}, as model.double() and model.to(...) do: build the engine after that"
                     )
 
+    def check_copies(self, fragments: Iterable[int]) -> None:
+        """Refuse shards that differ between processes that hold the same; all of the replica must call it.
+
+        Raises:
+            UserError: naming the parameter.
+        """
+        for fragment in fragments:
+            likes = self._by_fragment[fragment]
+            for mesh, dim, names in _copied(likes):
+                digests = [outer_digest_there(local(likes[name]).reshape(-1).float()) for name in names]
+                everyones = _everyones(torch.cat(digests), mesh, dim)
+                differs = torch.stack(everyones).ne(everyones[0]).any(0).tolist()
+                if name := next(compress(names, differs), None):
+                    raise UserError(
+                        f"processes of this replica hold the same shard of parameter {name}, along dimension "
+                        f"{(mesh.mesh_dim_names or range(mesh.ndim))[dim]} of its mesh, with different values: "
+                        "start them from the same parameters (one seed), and sum its gradients over them"
+                    )
+
     def _in_model(self, name: str) -> Tensor | None:
         """The parameter that the model has by a name now; None if it has none."""
         try:
@@ -466,29 +487,40 @@ def spread(shards: Sequence[Tensor], likes: Sequence[Tensor]) -> None:
         shards: in any memory.
         likes: for each the parameter, which is sharded so.
     """
-    mesh = likes[0].device_mesh if likes and is_sharded(likes[0]) else None
-    for dim in reversed(range(mesh.ndim if mesh is not None else 0)):
-        assert mesh is not None
-        rows = [
-            _chunks(part_of(shard, like, before=dim), mesh.size(dim))
-            for shard, like in zip(shards, likes, strict=True)
-            if is_sharded(like) and dim in _replicated(like)
-        ]
-        if not rows:
-            continue
+    for mesh, dim, indices in reversed(_copied(dict(enumerate(likes)))):
+        rows = [_chunks(part_of(shards[i], likes[i], before=dim), mesh.size(dim)) for i in indices]
         # The first chunk is the largest. Bytes of whole words, so that several types travel together.
         sizes, rank = [-(-chunks[0].nbytes // 8) * 8 for chunks in rows], mesh.get_local_rank(dim)
         mine = torch.zeros(sum(sizes), dtype=torch.uint8, device=mesh.device_type)
         for chunks, place in zip(rows, mine.split(sizes), strict=True):
             own = chunks[rank]
             place[: own.nbytes].copy_(own.contiguous().view(-1).view(torch.uint8))
-        everyones = [torch.empty_like(mine) for _ in range(mesh.size(dim))]
-        dist.all_gather(everyones, mine, group=mesh.get_group(dim))
-        for index, theirs in enumerate(everyones):
+        for index, theirs in enumerate(_everyones(mine, mesh, dim)):
             for chunks, place in zip(rows, theirs.split(sizes), strict=True):
                 if index != rank:
                     chunk = chunks[index]
                     chunk.copy_(place[: chunk.nbytes].view(chunk.dtype).view(chunk.shape))
+
+
+_Key = TypeVar("_Key")
+
+
+def _copied(likes: Mapping[_Key, Tensor]) -> "list[tuple[DeviceMesh, int, list[_Key]]]":
+    """For each dimension of the mesh the parameters of which several processes along it hold the same shard."""
+    sharded = {key: like for key, like in likes.items() if is_sharded(like)}
+    mesh = next((like.device_mesh for like in sharded.values()), None)
+    if mesh is None:
+        return []
+    keys = ((dim, [key for key, like in sharded.items() if dim in _replicated(like)]) for dim in range(mesh.ndim))
+    return [(mesh, dim, copied) for dim, copied in keys if copied]
+
+
+def _everyones(mine: Tensor, mesh: "DeviceMesh", dim: int) -> list[Tensor]:
+    """The tensors of all processes along a dimension of a mesh; each of them must call it."""
+    mine = mine.to(mesh.device_type)
+    everyones = [torch.empty_like(mine) for _ in range(mesh.size(dim))]
+    dist.all_gather(everyones, mine, group=mesh.get_group(dim))
+    return everyones
 
 
 def replica_group(parameters: Mapping[str, nn.Parameter]) -> Group:

@@ -239,11 +239,9 @@ class Replica:
         """
         p, beta, lane = sync.fragment, self.settings.error_feedback, self.lane
         lane.join()  # it has ended with the working memory
+        self._keep_sent(p)
         outer_N = self.state.use(OUTER, p)
         delta_N = self.parameters.outer_gradient(p, outer_N, self.scratch(p))
-        if self.settings.mixing.needs_sent:
-            self.state.use(SENT_THETA, p).copy_(self.parameters.flat(p))
-            self.state.keep(SENT_THETA, p)
         self.record.sample(delta_N, outer_N, key)
         check_merges = self.parameters.watch.take(sync.step)
         if base is None and not lane.is_apart:
@@ -256,10 +254,8 @@ class Replica:
             if beta is None:
                 payloads = reduction.encode(delta_N, key, cohort, outer_N=outer_N)
             else:
-                error_N = self.state.use(ERROR, p)
-                payloads, error_N = reduction.encode_with_feedback(
-                    delta_N, error_N, beta, key, cohort, outer_N=outer_N
-                )
+                arguments = delta_N, self.state.use(ERROR, p), beta, key, cohort
+                payloads, error_N = reduction.encode_with_feedback(*arguments, outer_N=outer_N)
             digests = [outer_digest_there(self.state.use(OUTER, p))] if base is None else []
             flags = torch.stack(unsealed.are_finite)
             # Beside the payloads, so that the host waits for the device once.
@@ -289,6 +285,12 @@ class Replica:
             )
 
         return lane.queue(work)
+
+    def _keep_sent(self, p: int) -> None:
+        """Keep θ_p for a merge rule that needs it as it was sent."""
+        if self.settings.mixing.needs_sent:
+            self.state.use(SENT_THETA, p).copy_(self.parameters.flat(p))
+            self.state.keep(SENT_THETA, p)
 
     @contextmanager
     def naming_non_finite(self, sync: Sync) -> Iterator[None]:
@@ -335,11 +337,10 @@ class Replica:
             self.parameters.merging(p, self.num_steps) as theta,
             self._fragment(p) as (fragment, _),
         ):
-            rule, past = self.settings.outer, Past(num_steps=self.num_steps - sync.step)
+            rule, sample_n = self.settings.outer, torch.empty_like(sampled(average.total_N))
+            past = Past(num_steps=self.num_steps - sync.step, sync_every=self.settings.schedule.sync_every)
             if mixing.needs_sent:
-                sent_N, period = self.state.use(SENT_THETA, p), self.settings.schedule.sync_every
-                past = replace(past, theta_N=sent_N, sync_every=period)
-            sample_n = torch.empty_like(sampled(average.total_N))
+                past = replace(past, theta_N=self.state.use(SENT_THETA, p))
 
             def work() -> None:
                 sample_n.copy_(sampled(average.total_N))  # whose memory the rule may overwrite
@@ -405,7 +406,7 @@ class Replica:
             add_up,
             cohort,
             samples=samples,
-            gain_at=getattr(self.settings.outer, "gain", None),
+            gain_at=self.settings.outer.gain,
         )
 
     @contextmanager

@@ -705,8 +705,8 @@ def begin_logs(engine: StreamingDiLoCo) -> Callable[[], dict[str, float]]:
             computed["codec_error"] = math.sqrt(error / delta) if delta else 0.0
         if (rho := cosine_of(values[3:])) is not None:
             computed["successive_cosine"] = rho
-            if (gain := getattr(replica.settings.outer, "gain", None)) is not None:
-                computed["gain"] = gain(rho)
+            if (gain := replica.settings.outer.gain(rho)) is not None:
+                computed["gain"] = gain
         return counted | computed
 
     return read

@@ -6,18 +6,28 @@ process takes those of its heads. The embedding is cut by tokens, and so are the
 Shapes: B sequences, T tokens, D width, H heads, K = D/H elements per head, V vocabulary.
 """
 
+import math
 from typing import Any, cast
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut a `Decoder` over the processes of a mesh of one dimension, which call it with the same tokens."""
     decoder = cast(Any, model)
-    parallelize_module(decoder.embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
+    _cut_by_tokens(decoder.embedding, mesh)
     for block in decoder.blocks:
         _in_each(block.attention_norm, mesh, Replicate())
         _in_each(block.mlp_norm, mesh, Replicate())
@@ -35,6 +45,23 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     distribute_module(decoder.norm, mesh, input_fn=_placed(Replicate()))
     # A copy, since FSDP2 warns of a view.
     decoder.register_forward_hook(lambda _, __, logits_BxTxV: logits_BxTxV.full_tensor().clone())
+
+
+def _cut_by_tokens(embedding: Any, mesh: DeviceMesh) -> None:
+    """Let each process look its own tokens up, of which there are V/t, and add what all have found.
+
+    `RowwiseParallel` keeps a batch's mask in a placement, which torch.compile can't trace.
+    """
+    first = math.ceil(embedding.num_embeddings / mesh.size()) * mesh.get_local_rank()
+
+    def look_up(tokens_BxT: Tensor) -> Tensor:
+        own_VxD, index_BxT = embedding.weight.to_local(), tokens_BxT - first
+        is_own_BxT = (index_BxT >= 0) & (index_BxT < len(own_VxD))
+        x_BxTxD = F.embedding(index_BxT.where(is_own_BxT, 0), own_VxD).where(is_own_BxT[..., None], 0)
+        return DTensor.from_local(x_BxTxD, mesh, [Partial()], run_check=False).full_tensor()
+
+    embedding.weight = nn.Parameter(distribute_tensor(embedding.weight, mesh, [Shard(0)]))
+    embedding.forward = look_up
 
 
 def _in_each(norm: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:

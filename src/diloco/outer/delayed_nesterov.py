@@ -37,6 +37,9 @@ class DelayedNesterov(Nesterov):
         if not 0 <= self.activation <= 1 / self.delay:
             raise UserError(f"activation={self.activation} must be from 0 to 1 / delay={self.delay}", "activation")
 
+    def gain(self, rho: float) -> None:
+        """None: the step is not along Δ alone."""
+
     def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
         """Take the outer step."""
         n, c, lr = self.delay, self.activation, self.begin(fragment, sync).lr

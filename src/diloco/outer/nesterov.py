@@ -76,7 +76,7 @@ class Nesterov(OuterRule):
         decayed = min(1.0, (sync.round - 1) / max(1, self.decay_rounds - 1)) if self.decay_rounds else 0.0
         return self.lr * (1 - (1 - self.final) * decayed)
 
-    def gain(self, rho: float) -> float:
+    def gain(self, rho: float) -> float | None:
         """η (1 + μ / (1 − μρ)): the part of an outer step along Δ, in Δ, after many whose lag-k cosine is ρᵏ.
 
         ⟨Δ + μ v, Δ⟩ / ‖Δ‖² with v = Σ_k μᵏ Δ_{r−k}: η / (1 − μ) would be the gain of equal outer gradients.
@@ -84,6 +84,8 @@ class Nesterov(OuterRule):
         >>> round(Nesterov().gain(0.0), 2), round(Nesterov().gain(1.0), 2)
         (0.76, 4.0)
         """
+        if self.restart_every or self.decay_rounds:
+            return None
         return self.lr * (1 + self.momentum / (1 - self.momentum * rho))
 
     def step(self, outer_N: FlatFP32, velocity_N: FlatFP32, delta_N: FlatFP32) -> tuple[FlatFP32, FlatFP32]:

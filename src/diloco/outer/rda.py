@@ -31,6 +31,9 @@ class RDA(Nesterov):
 
     needs_deltas = True
 
+    def gain(self, rho: float) -> None:
+        """None: a step is no multiple of Δ and those before."""
+
     def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
         """Make D in the place of the total, and take the outer step."""
         directed = [span for name, span in fragment.spans.items() if self._is_directed(name, span)]

@@ -81,6 +81,10 @@ class OuterRule(ABC):
             cohort: the replicas that share the fragment; where they come and go, this one alone.
         """
 
+    def gain(self, rho: float) -> float | None:
+        """The part of an outer step along Δ, in Δ, if successive Δ have the cosine ρ; None if it is not known."""
+        return None
+
     @abstractmethod
     def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
         """Update Θ and the slots from Δ, in place; the engine merges Θ into θ after that.

@@ -145,7 +145,7 @@ class OuterStep:
     """Begins work on the GPU, beside training; the function that is returned waits for its result."""
     samples: Samples | None = None
     """Elements of Δ_p and of the Δ_p before; None where this process has none."""
-    gain_at: Callable[[float], float] | None = None
+    gain_at: Callable[[float], float | None] | None = None
     """The outer rule's gain, given ρ; None for a rule that has no such number."""
 
     @cached_property

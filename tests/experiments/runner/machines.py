@@ -10,6 +10,7 @@ from typing import Any
 from diloco.data.config import DataConfig
 from diloco.experiments.runner.grid import LabelledRun
 from diloco.training.config.config import CheckpointConfig, TrainConfig
+from diloco.training.config.engine_settings import outer_rate
 from diloco.training.config.recipes import recipe
 
 HALF = 10
@@ -87,7 +88,7 @@ class Valley(FakeMachine):
         distance = math.log(config.optimizer.learning_rate / 0.01)
         # Larger batches want larger rates: the valley is a diagonal one.
         loss = 3 + distance**2 + octaves**2 / 10 - 0.5 * octaves * distance
-        loss += 0 if config.method == "data_parallel" else (config.diloco.outer_learning_rate - 0.6) ** 2
+        loss += 0 if config.method == "data_parallel" else (outer_rate(config) - 0.6) ** 2
         loss += self.noise * random.Random(f"{config.seed} {config.optimizer.learning_rate}").gauss(0, 1)
         numbers = summary(eval_loss=loss, num_tokens=config.num_tokens, num_steps=config.num_steps)
         return {"summary": numbers, "evaluated": {}, "outer_steps": []}

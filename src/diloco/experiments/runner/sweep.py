@@ -110,7 +110,8 @@ class Sweep:
         num_params = replace(model, vocab_size=self.vocab_size).num_matrix_params
         global_batch = int(batch) // base.sequence_length
         step_tokens = global_batch * base.sequence_length
-        diloco = {name: values[name] for name in _OF_DILOCO if name in values}
+        own = dict(zip(_OF_DILOCO[1:], map(rules_of(base.diloco)[0].facts().get, ("lr", "momentum")), strict=True))
+        diloco = {name: values[name] for name in own if name in values and values[name] != own[name]}
         diloco["sync_every"] = int(values.get("sync_every", base.diloco.sync_every))
         rate = values.get("learning_rate", base.optimizer.learning_rate)
         config = replace(

@@ -6,6 +6,7 @@ from ctypes import c_int, c_int32, c_int64, c_uint32, c_void_p
 import torch
 from torch import Tensor
 
+from diloco.wire.kernels.memory import empty
 from diloco.wire.kernels.native import Native, on_threads, ranges
 
 CPU = torch.device("cpu")
@@ -90,7 +91,8 @@ class NativeSparse:
 
     def gated(self, delta_N: Tensor, outer_N: Tensor, *, is_bf16: bool) -> Tensor:
         """The elements by which Θ changes as BF16, or as FP32; zeros elsewhere."""
-        gate, to_N = self._function("gate", *[c_void_p] * 2, c_int64, c_int, c_void_p), torch.empty_like(delta_N)
+        gate = self._function("gate", *[c_void_p] * 2, c_int64, c_int, c_void_p)
+        to_N = empty(delta_N.numel(), torch.float32, CPU)
 
         def call(start: int, length: int) -> int:
             vector, outer, to = (vector.data_ptr() + 4 * start for vector in (delta_N, outer_N, to_N))
