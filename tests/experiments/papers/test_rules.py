@@ -4,14 +4,14 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from tests.experiments.runner.machines import tiny_config
+from tests.experiments.runner.machines import FakeMachine, tiny_config
 
 from diloco.experiments.papers import experiment
 from diloco.experiments.papers.comparison import finished
 from diloco.experiments.papers.experiment import Point
 from diloco.experiments.papers.rules import _frontier
 from diloco.experiments.papers.tiers import Comparisons, InnerGrid, RulesGrid, small
-from diloco.experiments.runner.grid import run_grid
+from diloco.experiments.runner.grid import adopt, run_grid
 from diloco.experiments.runner.machines import LocalMachine
 from diloco.training.config.config import EvaluationConfig
 from diloco.training.config.recipes import recipe
@@ -49,6 +49,8 @@ def test_every_rule_and_optimizer_trains_and_has_its_place_in_table_and_figure(n
     assert [row.get("failed") for row in rows] == [None] * len(one.runs)
     assert len(draw_experiment(one, rows).axes) == len(one.panels(rows)) == {"few_outer_steps": 3}.get(name, 1)
     assert "no run" not in one.finding(finished(rows)).measured.replace("rda: no run", "")
+    adopt(rows, tmp_path / "elsewhere")
+    assert next(run_grid(one.runs, tmp_path / "elsewhere", FakeMachine())) == rows, "from its table alone"
     if name == "few_outer_steps":
         losses = {row["rule"]: row["eval_loss"] for row in rows}
         same = [rules for rules in itertools.combinations(losses, 2) if losses[rules[0]] == losses[rules[1]]]
