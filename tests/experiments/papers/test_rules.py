@@ -4,15 +4,17 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from tests.experiments.runner.machines import tiny_config
+from tests.experiments.runner.machines import FakeMachine, tiny_config
 
 from diloco.experiments.papers import experiment
 from diloco.experiments.papers.comparison import finished
 from diloco.experiments.papers.experiment import Point
 from diloco.experiments.papers.rules import _frontier
 from diloco.experiments.papers.tiers import Comparisons, InnerGrid, RulesGrid, small
-from diloco.experiments.runner.grid import run_grid
+from diloco.experiments.runner.grid import adopt, run_grid
 from diloco.experiments.runner.machines import LocalMachine
+from diloco.training.config.config import EvaluationConfig
+from diloco.training.config.recipes import recipe
 
 
 def test_the_frontier_has_the_points_below_which_none_with_as_few_bytes_lies():
@@ -28,11 +30,14 @@ def test_every_rule_and_optimizer_trains_and_has_its_place_in_table_and_figure(n
     from diloco.report.figures.drawing import draw_experiment
 
     tier = small()
-    base = tiny_config(small_corpus, tmp_path)
+    evaluation = EvaluationConfig(num_tokens=1024)
+    base = tiny_config(
+        small_corpus, tmp_path, num_tokens=12 * recipe("tiny").tokens_per_step, evaluation=evaluation
+    )
     grid = RulesGrid(
         base=base,
         replicas=(2,),
-        sync_everies=(6,),
+        sync_everies=(4,),
         outer_learning_rates={
             rule: rates[:1] for rule, rates in tier.comparisons.rules.outer_learning_rates.items()
         },
@@ -44,6 +49,8 @@ def test_every_rule_and_optimizer_trains_and_has_its_place_in_table_and_figure(n
     assert [row.get("failed") for row in rows] == [None] * len(one.runs)
     assert len(draw_experiment(one, rows).axes) == len(one.panels(rows)) == {"few_outer_steps": 3}.get(name, 1)
     assert "no run" not in one.finding(finished(rows)).measured.replace("rda: no run", "")
+    adopt(rows, tmp_path / "elsewhere")
+    assert next(run_grid(one.runs, tmp_path / "elsewhere", FakeMachine())) == rows, "from its table alone"
     if name == "few_outer_steps":
         losses = {row["rule"]: row["eval_loss"] for row in rows}
         same = [rules for rules in itertools.combinations(losses, 2) if losses[rules[0]] == losses[rules[1]]]

@@ -155,7 +155,7 @@ def _carried(rule: str) -> Callable[[Sequence[Row]], Mapping[str, Change]]:
 _CLAIMS = (
     _Claim(
         name="nesterov",
-        source="arXiv 2311.08105, section 3.2",
+        source="arXiv 2311.08105",
         sentence="Nesterov's momentum is the best outer rule, before averaging and Adam",
         gaps=_over("nesterov", "averaging", "adamw"),
         verdict=Change.falls,

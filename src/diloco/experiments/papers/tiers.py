@@ -282,14 +282,17 @@ def small(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
         layers_per_fragment=(1, 2, 3, 6),
         seeds=(0, 1),
         tuning=replace(_SMALL_TUNING, sizes=(base, largest)),
-        extrapolation=Extrapolation(
-            sizes=(largest,), fitted=(base, other), fits=tuple(("independent", m) for m in (0, 1, 2, 4))
-        ),
-        comparisons=Comparisons(
-            rules=_rules_grid(longer := _longer(sizes[base])),
-            few_outer_steps=_rules_grid(_shorter(sizes[base]), replicas=(2,), sync_everies=(30,)),
-            inner_optimizers=_inner_grid(longer),
-        ),
+        extrapolation=Extrapolation(sizes=(largest,), fitted=(base, other), fits=_SMALL_FITS),
+        comparisons=_small_comparisons(sizes[base]),
+    )
+
+
+def _small_comparisons(base: TrainConfig) -> Comparisons:
+    longer = _longer(base)
+    return Comparisons(
+        rules=_rules_grid(longer),
+        few_outer_steps=_rules_grid(_shorter(base), replicas=(2,), sync_everies=(30,)),
+        inner_optimizers=_inner_grid(longer),
     )
 
 
@@ -340,6 +343,7 @@ def _inner_grid(base: TrainConfig) -> InnerGrid:
 _SMALL_TUNING = TuningGrid(
     replicas=(0, 1, 2, 4), rates=(0.5, 1), batches=(0.25, 1), outer_learning_rates=(0.4, 0.8), sizes=()
 )
+_SMALL_FITS: tuple[tuple[Kind, int], ...] = tuple(("independent", m) for m in (0, 1, 2, 4))
 _TOKENS_PER_PARAM, _LEARNING_RATE, _BASE_PARAMS = 20, 0.016, 102_564
 _OUTER_RATES = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Values of η in arXiv 2503.09799, section 5.1."""
