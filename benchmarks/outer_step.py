@@ -48,7 +48,7 @@ def main() -> None:
     )
     model = torch.nn.ParameterDict({"theta": delta_N.to(DTYPES[arguments.dtype], copy=True)})
     parameters = FragmentParameters(model, diloco.whole(model))
-    theta_bytes = model.theta.itemsize
+    theta_bytes = DTYPES[arguments.dtype].itemsize
     parameters.outer_gradient(0, outer_N, delta_N)
     received = {m: wire.encode(delta_N) for m in range(M)}
     payload_bytes = wire.payload_bytes(N) / N

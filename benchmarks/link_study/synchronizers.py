@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.files import require
 from diloco.outer.digest import parameters_hash
+from diloco.outer.nesterov import Nesterov
 from diloco.outer.rules import rules_of
 from diloco.training.config.config import DilocoConfig
 from diloco.training.state import TrainState
@@ -117,7 +118,9 @@ class Torchft(Alone):
             init_sync=False,
             max_retries=0,
         )
-        lr, momentum = map(rules_of(settings)[0].facts().__getitem__, ("lr", "momentum"))
+        rule = rules_of(settings)[0]
+        assert isinstance(rule, Nesterov), "torchft's outer optimizer here"
+        lr, momentum = rule.lr, rule.momentum
         self.diloco = local_sgd.DiLoCo(
             self.manager,
             self.parts,

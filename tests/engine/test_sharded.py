@@ -123,8 +123,8 @@ def train(
     outer_steps += engine.finish()
     messages = [(o.norm(), o.mean_cosine(), o.successive_cosine()) for o in outer_steps]
     with torch.no_grad():
-        for name, outer in engine.outer_parameters().items():
-            local(model.get_parameter(name)).copy_(local(outer))
+        for name, parameter in engine.outer_parameters().items():
+            local(model.get_parameter(name)).copy_(local(parameter))
         held_out = loss_of(model, windows(seed=12345), mesh)[1]
     return losses, held_out, engine.outer_hash(), messages, (engine.bytes_sent, engine.bytes_received)
 

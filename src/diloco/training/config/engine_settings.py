@@ -9,7 +9,6 @@ from diloco.engine.settings import Settings
 from diloco.errors import UserError, setting
 from diloco.fragments import Fragments, sequential, strided, whole
 from diloco.outer.averages import reduction_of
-from diloco.outer.rule import JSON
 from diloco.outer.rules import rules_of
 from diloco.schedule import Schedule
 from diloco.training.config.config import DilocoConfig, TrainConfig
@@ -48,9 +47,11 @@ def engine_settings(diloco: DilocoConfig, model: nn.Module, *, seed: int) -> Set
     )
 
 
-def outer_rate(config: TrainConfig) -> JSON:
+def outer_rate(config: TrainConfig) -> float:
     """η, the learning rate of the outer rule."""
-    return rules_of(with_method_values(config).diloco)[0].facts()["lr"]
+    rate = rules_of(with_method_values(config).diloco)[0].facts()["lr"]
+    assert isinstance(rate, float), "every rule has one"
+    return rate
 
 
 def _fragments(diloco: DilocoConfig, model: nn.Module) -> Fragments:
