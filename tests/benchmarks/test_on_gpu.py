@@ -9,9 +9,9 @@ from .scripts import end_of, run
 
 pytestmark = pytest.mark.slow
 PIECES = {
-    "bits": 31,
+    "bits": 33,
     "waits": 6,
-    "wire": 15,
+    "wire": 17,
     "loss": 5,
     "sync": 5,
     "exchange": 2,
@@ -43,8 +43,8 @@ def test_a_call_that_ran_out_of_time_says_that_there_is_more(tmp_path: Path):
 
 def test_a_training_run_that_is_cut_off_goes_on(tmp_path: Path):
     command = ["on_gpu.py", "--output", tmp_path, "--dry", "--pieces", "training"]
-    process = end_of(*command, "--seconds", 3)
+    process = end_of(*command, "--seconds", 1)
     assert process.returncode == 3 and "trained: the runs stand at {" in process.stdout
     run(*command)
     rows = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
-    assert [row.get("num_tokens") for row in rows] == [None, *2 * [10240], None]
+    assert [row.get("num_tokens") for row in rows] == [None, *2 * [102_400], None]

@@ -68,6 +68,7 @@ def member_of(script: Script) -> tuple[ElasticMembership, Tensor]:
         error_feedback=None,
         seed=0,
         buffers="own",
+        weights="equal",
     )
     parameters = FragmentParameters(model, settings.fragments)
     state = outer_state(settings, parameters, offload=False)

@@ -326,7 +326,7 @@ def test_a_browser_draws_a_run_while_it_goes_on(runs, serve, finished_run, tmp_p
     with opened_page(tmp_path / "profile") as page:
         page.open(serve(runs).url, size=PHONE)
         page.wait_until(
-            "document.querySelectorAll('figure').length == 7 + 9 + 10"
+            "document.querySelectorAll('figure').length == 7 + 11 + 12"
         )  # one held-out loss is no curve
         assert page.value(step) == "60 of 120"
         before = page.value(curve)
@@ -344,7 +344,7 @@ def test_a_browser_draws_a_run_while_it_goes_on(runs, serve, finished_run, tmp_p
         assert page.value("document.querySelectorAll('img').length") == 0 and page.value("document.title") != "1"
         # What was folded stays so when there is news.
         page.value("document.querySelectorAll('main > details > summary')[2].click()")
-        page.wait_until("document.querySelectorAll('figure').length == 7 + 10")
+        page.wait_until("document.querySelectorAll('figure').length == 7 + 12")
         page.resize(DESK)
         page.wait_until("new Set([...document.querySelectorAll('figure')].map(f => f.offsetLeft)).size == 3")
         assert page.console == []

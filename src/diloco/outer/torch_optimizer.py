@@ -131,8 +131,9 @@ class TorchOptimizer(OuterRule):
 def rule_of_optimizer(outer: Optimizer | type[Optimizer]) -> OuterRule:
     """The outer rule with the class and the settings of a torch optimizer, whatever parameters it was given.
 
-    >>> rule_of_optimizer(torch.optim.SGD([torch.zeros(1)], lr=0.7, momentum=0.9, nesterov=True))
-    Nesterov(lr=0.7, momentum=0.9)
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.7, momentum=0.9, nesterov=True)
+    >>> rule_of_optimizer(optimizer) == Nesterov(lr=0.7, momentum=0.9)
+    True
 
     Raises:
         UserError: if the optimizer has several groups of parameters with other settings, or can't be a rule.
