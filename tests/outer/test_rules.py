@@ -37,6 +37,7 @@ RULE_SPECS = {
     "rda": f"rda:lr=0.5,momentum=0.8,plain={PLAIN}",
     "delayed_nesterov": "delayed_nesterov:lr=0.5,momentum=0.8,delay=2,activation=0.25",
     "eager": "eager:lr=0.5,momentum=0.8",
+    "ties": "ties:lr=0.5,momentum=0.8",
     "torch": "torch.Adam:lr=0.1,betas=0.8+0.9",
 }
 """Spellings; those with the same name as a rule of the registry test that rule."""
@@ -147,6 +148,10 @@ def expected_step(name: str, Theta: np.ndarray, state: dict, step: Step, spans: 
     """Θ after an outer step, from Θ before it and a fragment's state, which is changed."""
     D = np.mean(step.deltas, axis=0)
     v, b, eta, mu = state.get("v", 0 * D), state.get("b", 0 * D), ETA, MU
+    if name == "ties":
+        s = np.sign(np.sum(step.deltas, axis=0))
+        agree = [np.where(np.sign(delta) == s, delta, 0) for delta in step.deltas]
+        D = np.sum(agree, axis=0) / np.maximum(1, np.sum([a != 0 for a in agree], axis=0))
     if name == "torch":
         state["m"] = 0.8 * state.get("m", 0) + 0.2 * D
         state["s"] = 0.9 * state.get("s", 0) + 0.1 * D**2

@@ -105,7 +105,8 @@ class Taylor(MergeRule):
     """θ ← Θ − τ (g + λ g² (Θ − θ_s) / H), g = (θ_s − θ) / τ: the steps in flight, as they had been from Θ.
 
     θ_s is θ at the send, τ the steps since then, and g their mean, as a gradient, whose derivative is about g².
-    Source: CoCoDC, arXiv 2504.17672, with the signs of arXiv 1609.08326, from which it takes the correction.
+    Source: the idea is that of CoCoDC, arXiv 2504.17672, whose own form may differ; this form is the delay
+    compensation of arXiv 1609.08326.
 
     >>> import torch
     >>> past = Past(theta_N=torch.tensor([2.0]), num_steps=2)

@@ -13,6 +13,7 @@ from diloco.outer.merge import MERGE_RULES, MergeRule
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rda import RDA
 from diloco.outer.rule import OuterRule
+from diloco.outer.ties import Ties
 from diloco.outer.torch_optimizer import TORCH, TorchOptimizer, spelled_optimizer
 from diloco.presets import DilocoSettings
 from diloco.schema import spelled
@@ -20,6 +21,7 @@ from diloco.schema import spelled
 RULES: dict[str, type[OuterRule]] = {
     "nesterov": Nesterov,
     "rda": RDA,
+    "ties": Ties,
     "delayed_nesterov": DelayedNesterov,
     "eager": Eager,
 }
