@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.engine.cases import Case, inner_step, outer_of, theta_of
+from tests.engine.test_default_dtype import default_dtype
 from tests.engine.test_elastic import until
 from tests.processes import run_replicas
 from tests.rendezvous.replicas import Replica, new_model
@@ -263,6 +264,20 @@ def test_rda_of_equal_vectors_is_their_mean_and_of_opposite_ones_0():
         equal = cohort if factor == 1 else Cohort.equal(2)
         rule.on_average(FragmentState(vectors.__getitem__, spans), average, Sync(0, 1, 1), equal)
         torch.testing.assert_close(-vectors["outer"], expected_N)
+
+
+@pytest.mark.parametrize("name", RULE_SPECS)
+def test_torchs_default_dtype_changes_no_bit(name):
+    rule, deltas, cohort = outer_rule(RULE_SPECS[name]), torch.randn(3, 12), Cohort((0, 1, 2), (1.0, 0.3, 0.7))
+    total_N, made = (deltas * torch.tensor(cohort.weights)[:, None]).sum(0), []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        vectors = {kind: torch.zeros(12) for kind in ("outer", *rule.slots)}
+        with default_dtype(dtype):
+            average = Average(total_N.clone(), 2.0, lambda: iter(deltas))
+            state = FragmentState(vectors.__getitem__, {"weight": Span((3, 4), 0)})
+            rule.on_average(state, average, Sync(0, 1, 1), cohort)
+        made.append(vectors["outer"])
+    assert made[0].equal(made[1]) and made[0].equal(made[2])
 
 
 @pytest.mark.parametrize("name", ["restarted", "rda", "delayed_nesterov", "torch"])
