@@ -12,7 +12,7 @@ from tests.engine.cases import Case, inner_step
 from tests.processes import run_replicas
 
 import diloco
-from diloco.outer.auto import chosen, expected_excess
+from diloco.auto import chosen, expected_excess
 from diloco.training.config.config import TrainConfig, from_json, to_json
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import with_method_values

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from diloco.auto import AUTO, NO_AUTO_IN_A_STORE, chosen
 from diloco.engine.outer_state import SENT_THETA
 from diloco.engine.parameters import is_sharded, local
 from diloco.errors import UserError, nearest, setting
@@ -19,7 +20,6 @@ from diloco.exchange.leader import LeaderExchange
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Transport
 from diloco.fragments import Fragment, check_partition, sequential, strided, whole
-from diloco.outer.auto import AUTO, NO_AUTO_IN_A_STORE, chosen
 from diloco.outer.averages import Reduction, reduction_of
 from diloco.outer.cohort import Weights
 from diloco.outer.merge import MergeRule, Mixing, Translation

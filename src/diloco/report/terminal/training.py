@@ -11,9 +11,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
+from diloco.auto import chosen, expected_excess
 from diloco.data.prepare import PrepareProgress, ProgressCallback
 from diloco.data.shards import read_index, total
-from diloco.outer.auto import chosen, expected_excess
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rules import rules_of
 from diloco.report.runs import summary_facts, with_meaning
