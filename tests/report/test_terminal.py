@@ -14,6 +14,7 @@ from tests.training.test_metrics import metrics
 from diloco.auto import chosen
 from diloco.data.config import DataConfig
 from diloco.data.prepare import PrepareProgress
+from diloco.report.setup import setup
 from diloco.report.terminal import training
 from diloco.report.terminal.tables import remedy_sentence
 from diloco.report.terminal.training import (
@@ -52,6 +53,17 @@ def test_epochs_and_rounding_are_said_before_they_happen(asked, budget, expected
     assert expected in text
     assert "the last 2.00% of each document is held out" in text
     assert text.endswith(str(asked.runs / "run"))
+
+
+@pytest.mark.parametrize(
+    ("most", "expected", "size"),
+    [(1000, "30,871 tokens, of which the first 1,000 are read; ", "1k"), (40_000, "30,871 tokens; ", "30.9k")],
+)
+def test_the_tokens_that_a_run_reads_are_said_before_and_in_its_report(asked, most, expected, size):
+    config = resolved(prepare_run(replace(asked, data=replace(asked.data, max_train_tokens=most))))
+    assert expected in "\n".join(start_lines(config, None))
+    run = SimpleNamespace(config=config, directory=asked.runs, replicas={}, summary=None)
+    assert f"text.txt, {size} tokens; " in setup(run, str)["data"]
 
 
 def test_a_start_warns_of_an_outer_rule_far_from_auto(asked):

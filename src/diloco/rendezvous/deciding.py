@@ -1,4 +1,4 @@
-"""The decision of an outer step: when, and with which payloads. Nobody waits for ever for one that does not come.
+"""The decision of an outer step: when, and with which payloads. None waits without end, but for a quorum K.
 
 With the quorum `majority` a replica writes the outer entry of a fragment
 

@@ -4,11 +4,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from diloco.data.shards import INDEX_FILE, read_index, total
+from diloco.data.shards import INDEX_FILE, read_index
 from diloco.errors import UserError
 from diloco.report.text import factor, rounded
 from diloco.schema import read_json
 from diloco.training.config.config import TrainConfig
+from diloco.training.config.resolve import text_facts
 from diloco.training.records.metrics import metrics_file
 from diloco.training.records.samples import SAMPLES_FILE, Sample
 from diloco.training.records.summary import Summary
@@ -137,7 +138,7 @@ def _data(config: TrainConfig) -> str:
         except UserError:
             return ""
         sources, tokenizer = index.settings.train, index.settings.tokenizer
-        size = f", {rounded(total(index.splits['train']).num_tokens)} tokens"
+        size = f", {rounded(text_facts(data).num_tokens)} tokens"
     return f"{', '.join(sources)}{size}; tokenizer {tokenizer}"
 
 

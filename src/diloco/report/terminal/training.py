@@ -21,7 +21,7 @@ from diloco.report.setup import learning_rate_text
 from diloco.report.text import duration, megabytes
 from diloco.schema import converted
 from diloco.training.config.config import TrainConfig
-from diloco.training.config.resolve import Budget, auto_facts
+from diloco.training.config.resolve import Budget, auto_facts, text_facts
 from diloco.training.prepare import epoch_tokens
 from diloco.training.processes import process_name
 from diloco.training.records.metrics import StepMetrics, metrics_file
@@ -263,7 +263,8 @@ def start_lines(config: TrainConfig, budget: Budget | None) -> Iterator[str]:
     num_epochs = config.num_tokens / tokens_an_epoch
     text = total(index.splits["train"])
     warning = ": the model will memorise it" if num_epochs > _MOST_EPOCHS else ""
-    first = "" if (most := config.data.max_train_tokens) is None else f", of which the first {most:,} are read"
+    read = text_facts(config.data).num_tokens
+    first = "" if read == text.num_tokens else f", of which the first {read:,} are read"
     yield f"text  {megabytes(text.num_bytes)}, {text.num_tokens:,} tokens{first}; {num_epochs:.3g} epochs{warning}"
     if budget is not None and budget.num_tokens(config, tokens_an_epoch) != config.num_tokens:
         yield (
