@@ -87,14 +87,6 @@ def test_a_resume_knows_whether_a_warm_up_was_asked_for(run):
     assert full(no_phase) == read_config(run.directory)
 
 
-def test_a_longer_run_keeps_the_rule_that_auto_has_chosen(run):
-    started = replace(run, name="auto", diloco=replace(run.diloco, outer="auto"))
-    claim(started)
-    longer = replace(resumable(started.directory), num_tokens=2 * started.num_tokens)
-    chosen = full(started).diloco.outer
-    assert full(resume_config(started.directory, longer)).diloco.outer == chosen != full(longer).diloco.outer
-
-
 @pytest.mark.parametrize(
     ("change", "sentence", "field"),
     [

@@ -253,11 +253,8 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
     if not schedule_changes(saved, asked):
         if asked.optimizer.warmup_steps is None:
             asked = with_value(asked, "optimizer.warmup_steps", saved_asked.optimizer.warmup_steps)
-    else:  # a phase of another length has the same weight decay, and the rule that auto has chosen
-        if asked.optimizer.weight_decay is None:
-            asked = with_value(asked, "optimizer.weight_decay", saved.optimizer.weight_decay)
-        if asked.diloco.outer == saved_asked.diloco.outer:
-            asked = with_value(asked, "diloco.outer", saved.diloco.outer)
+    elif asked.optimizer.weight_decay is None:  # a phase of another length has the same
+        asked = with_value(asked, "optimizer.weight_decay", saved.optimizer.weight_decay)
     is_asked, is_same_share = saved_asked.micro_batch is not None, asked.process_batch == saved.process_batch
     if asked.micro_batch is None and (is_asked or not is_same_share):
         assert saved.micro_batch is not None, "the config is resolved"
