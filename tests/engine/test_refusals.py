@@ -43,6 +43,7 @@ EXCHANGE = r"pass diloco.ProcessGroupExchange\(group\), what diloco.connect\(add
         ({"mixing": "half"}, "mixing=half: 'half' is not a merge rule, which are overwrite, mix, translate"),
         ({"mixing": "mix:alpha=2"}, "mixing must lie between 0 and 1, not 2.0"),
         ({"mixing": [1]}, r"mixing=\[1\] is of the wrong type: pass a number of at least 0 and below 1"),
+        ({"mixing": "mix:alpha=1"}, "mixing=mix:alpha=1: 'mix:alpha=1' keeps all of a replica's own parameters"),
         ({"mixing": 1.0}, "mixing=1 keeps all of a replica's own parameters"),
         ({"mixing": None}, "mixing=None is of the wrong type"),
         ({"mixing": torch.zeros(2)}, "mixing=.* is of the wrong type"),

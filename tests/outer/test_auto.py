@@ -101,3 +101,7 @@ def test_a_config_keeps_auto_and_is_resolved_by_its_length():
         assert longer.diloco.outer_rule == f"nesterov:lr={lr},momentum={momentum}"
         assert with_method_values(longer) == longer
     assert with_method_values(replace(asked, method="data_parallel")).diloco.outer == "auto"
+    for merge in ("mix:alpha=0.25", "mix", "overwrite"):
+        diloco = replace(asked.diloco, merge=merge, mixing=0.25 if merge == "mix" else None)
+        lr, _ = chosen(6, 2, 10, 0.0 if merge == "overwrite" else 0.25)
+        assert f"lr={lr}," in with_method_values(replace(asked, diloco=diloco)).diloco.outer

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.engine.cases import Case, inner_step, outer_of, theta_of
+from tests.engine.test_default_dtype import default_dtype
 from tests.engine.test_elastic import until
 from tests.processes import run_replicas
 from tests.rendezvous.replicas import Replica, new_model
@@ -265,6 +266,20 @@ def test_rda_of_equal_vectors_is_their_mean_and_of_opposite_ones_0():
         torch.testing.assert_close(-vectors["outer"], expected_N)
 
 
+@pytest.mark.parametrize("name", RULE_SPECS)
+def test_torchs_default_dtype_changes_no_bit(name):
+    rule, deltas, cohort = outer_rule(RULE_SPECS[name]), torch.randn(3, 12), Cohort((0, 1, 2), (1.0, 0.3, 0.7))
+    total_N, made = (deltas * torch.tensor(cohort.weights)[:, None]).sum(0), []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        vectors = {kind: torch.zeros(12) for kind in ("outer", *rule.slots)}
+        with default_dtype(dtype):
+            average = Average(total_N.clone(), 2.0, lambda: iter(deltas))
+            state = FragmentState(vectors.__getitem__, {"weight": Span((3, 4), 0)})
+            rule.on_average(state, average, Sync(0, 1, 1), cohort)
+        made.append(vectors["outer"])
+    assert made[0].equal(made[1]) and made[0].equal(made[2])
+
+
 @pytest.mark.parametrize("name", ["restarted", "rda", "delayed_nesterov", "torch"])
 def test_in_a_store_the_replay_gives_the_outer_parameters_of_all_replicas(name, tmp_path):
     outer = RULE_SPECS[name].replace(PLAIN, "blocks.1")
@@ -272,13 +287,14 @@ def test_in_a_store_the_replay_gives_the_outer_parameters_of_all_replicas(name, 
     until(lambda: min(replicas[0].rounds) >= 4, *replicas)
     replicas.append(Replica(str(tmp_path), name="c", outer=outer))  # from a snapshot
     until(lambda: min(min(replica.rounds) for replica in replicas) >= 6, *replicas)
+    for replica in replicas:
+        replica.vanish()  # and retires nothing more
     replay = replayed(str(tmp_path), initial=lambda facts: dict(new_model().named_parameters()))
     assert replay.checked.steps == replay.checked.rounds > 12 and replay.checked.snapshots
     for replica in replicas:
         for p, outer_p in enumerate(replica.outer()):
             digest = f"{outer_digest(torch.from_numpy(outer_p)):016x}"
             assert replay.checksum(p, replica.rounds[p]) == digest
-        replica.vanish()
 
 
 def test_every_rule_is_tested_here_and_comes_back_from_its_facts():

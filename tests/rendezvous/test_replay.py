@@ -318,3 +318,20 @@ def test_a_snapshot_that_is_retired_meanwhile_is_no_violation(tmp_path: Path, mo
 
     monkeypatch.setattr(Replay, "_find_snapshots", find_then_retire)
     assert replayed(str(tmp_path), initial=lambda _: dict(new_model().named_parameters())).checked.steps
+
+
+def test_a_payload_that_is_retired_meanwhile_is_no_violation(tmp_path: Path, monkeypatch) -> None:
+    run = Handwritten(tmp_path / "run", signers=signers(tmp_path))
+    run.train(3)
+    find = Replay._find_snapshots
+
+    async def find_while_a_payload_is_retired(self: Replay) -> None:
+        await find(self)
+        lose_a_payload(run)
+
+    monkeypatch.setattr(Replay, "_find_snapshots", find_while_a_payload_is_retired)
+    replay = replayed(str(run.directory), initial=lambda _: run.initial)
+    assert "entry 3 of the log: a payload was retired during the check: check again" in replay.notes
+    with pytest.raises(FileError, match="which is not in the store"):
+        monkeypatch.setattr(Replay, "_find_snapshots", find)
+        replayed(str(run.directory), initial=lambda _: run.initial)

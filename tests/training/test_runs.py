@@ -87,6 +87,14 @@ def test_a_resume_knows_whether_a_warm_up_was_asked_for(run):
     assert full(no_phase) == read_config(run.directory)
 
 
+def test_a_longer_phase_keeps_the_outer_rule_that_auto_chose(run):
+    started = with_value(replace(run, name="auto"), "diloco.outer", "auto")
+    claim(started)
+    saved, rule = resumable(started.directory), read_config(started.directory).diloco.outer
+    longer = replace(saved, num_tokens=20 * saved.num_tokens)
+    assert full(resume_config(started.directory, longer)).diloco.outer == rule != full(longer).diloco.outer
+
+
 @pytest.mark.parametrize(
     ("change", "sentence", "field"),
     [

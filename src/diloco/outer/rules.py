@@ -9,7 +9,7 @@ import msgspec
 from diloco.errors import UserError, nearest, setting
 from diloco.outer.delayed_nesterov import DelayedNesterov
 from diloco.outer.eager import Eager
-from diloco.outer.merge import MERGE_RULES, MergeRule
+from diloco.outer.merge import MERGE_RULES, MergeRule, Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rda import RDA
 from diloco.outer.rule import OuterRule
@@ -90,7 +90,10 @@ def merge_rule(spec: str) -> MergeRule:
         names = ", ".join(("overwrite", *MERGE_RULES))
         raise UserError(f"{spec!r} is not a merge rule, which are {names}{nearest(name, MERGE_RULES)}")
     with _option_errors():
-        return spelled(MERGE_RULES[name], spec)
+        rule = spelled(MERGE_RULES[name], spec)
+    if rule == Mixing(1.0):
+        raise UserError(f"{spec!r} keeps all of a replica's own parameters: no merge would change them")
+    return rule
 
 
 def _full(spec: str) -> tuple[str, str]:

@@ -30,10 +30,10 @@ class Ties(Nesterov):
     def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
         """Make D in the place of the total, and take the outer step."""
         sign_N = average.total_N.sign()
-        agreeing_N = torch.zeros_like(sign_N)
+        agreeing_N = torch.empty_like(sign_N)
         for index, (delta_N, weight) in enumerate(zip(average.deltas(), cohort.weights, strict=True)):
             agrees_N = (delta_N.sign() == sign_N) & (sign_N != 0)
             weigh_in(average.total_N, torch.where(agrees_N, delta_N, 0), weight, is_first=not index)
-            agreeing_N.add_(agrees_N * weight)
+            weigh_in(agreeing_N, agrees_N.to(agreeing_N.dtype), weight, is_first=not index)
         average.total_N.div_(agreeing_N.clamp_(min=min(cohort.weights)))  # where nobody agrees the sum is 0
         super().on_average(fragment, Average(average.total_N, 1.0), sync, cohort)

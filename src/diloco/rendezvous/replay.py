@@ -219,7 +219,11 @@ class Counted:
         """The payloads of an entry, or the averages of its shares, made again."""
         if self.is_retired(ref):
             return None
-        fetched = await asyncio.gather(*(self._contribution(ref, part) for part in ref.body.contributions))
+        fetching = (self._contribution(ref, part) for part in ref.body.contributions)
+        fetched = [each for each in await asyncio.gather(*fetching) if each is not None]
+        if len(fetched) < len(ref.body.contributions):
+            self.notes.append(f"{source_of(ref.number)}: a payload was retired during the check: check again")
+            return None
         if self.objects.form.second is None:
             payloads = {header.replica: payload for header, payload in fetched if payload is not None}
             return Content(payloads=payloads, bytes_received=0)
@@ -227,12 +231,17 @@ class Counted:
         averages = [await self._average(ref, headers, share) for share in shares]
         return Content(averages=tuple(averages), bytes_received=0)
 
-    async def _contribution(self, ref: OuterRef, counted: Contribution) -> Fetched:
-        """The header of a contribution, and its payload unless its shares are objects."""
+    async def _contribution(self, ref: OuterRef, counted: Contribution) -> Fetched | None:
+        """The header of a contribution, and its payload unless its shares are objects.
+
+        None if it was deleted since its name was listed, as the replicas of a run that goes on do.
+        """
         p, entry, name = ref.body.fragment, source_of(ref.number), PAYLOAD.name(counted.replica, counted.seq)
         public = self.state.members[counted.replica].key
         fetching = self.objects.payload(counted.replica, counted.seq, public)
         if (fetched := await self.objects.counted(ref, counted, fetching)) is None:
+            if name in self.present:
+                return None
             raise LogError(f"{entry} counts {name}, which is not in the store")
         header, payload = fetched
         base = self.bases[p].get(counted.base_round)

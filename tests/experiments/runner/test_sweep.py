@@ -53,6 +53,15 @@ def test_another_axis_follows_at_the_best_of_each_group(base, tmp_path):
     assert len(rows) == 2 * 2 * 3 + 2 * 2  # 0.4 is the recipe's own
 
 
+def test_a_sweep_around_auto_has_the_learning_rates_that_it_chooses(base):
+    auto = replace(base, diloco=replace(base.diloco, outer="auto"))
+    sweep = Sweep(base=auto, vocab_size=257, axes={"num_replicas": (1, 2)})
+    rates = [sweep.run(setting).labels["outer_learning_rate"] for setting in sweep.settings()]
+    assert rates[0] < rates[1]
+    with pytest.raises(UserError, match=r"auto chooses lr and momentum, and auto:momentum=0\.5 gives"):
+        Sweep(base=auto, vocab_size=257, axes={"num_replicas": (1,)}, then={"outer_momentum": (0.5,)})
+
+
 def test_seeds_are_extended_and_varied_together(base, tmp_path):
     """Each seed alone would end at a learning rate of its own."""
     axes, then = {"seed": (0, 1, 2), "learning_rate": (0.0025, 0.0035, 0.005)}, {"outer_learning_rate": (0.6,)}

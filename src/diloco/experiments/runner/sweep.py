@@ -16,6 +16,7 @@ from diloco.outer.rules import rules_of
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.engine_settings import outer_rate
 from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import with_method_values
 from diloco.training.prepare import refuse_what_means_nothing
 
 Setting = tuple[tuple[str, float], ...]
@@ -110,7 +111,8 @@ class Sweep:
         num_params = replace(model, vocab_size=self.vocab_size).num_matrix_params
         global_batch = int(batch) // base.sequence_length
         step_tokens = global_batch * base.sequence_length
-        own = dict(zip(_OF_DILOCO[1:], map(rules_of(base.diloco)[0].facts().get, ("lr", "momentum")), strict=True))
+        outer = rules_of(with_method_values(base).diloco)[0].facts()
+        own = dict(zip(_OF_DILOCO[1:], map(outer.get, ("lr", "momentum")), strict=True))
         diloco = {name: values[name] for name in own if name in values and values[name] != own[name]}
         diloco["sync_every"] = int(values.get("sync_every", base.diloco.sync_every))
         rate = values.get("learning_rate", base.optimizer.learning_rate)
@@ -133,7 +135,7 @@ class Sweep:
         if not is_baseline:
             labels |= {"sync_every": config.diloco.sync_every, "outer_learning_rate": outer_rate(config)}
             if "outer_momentum" in {*self.axes, *self.then}:  # a column only where it is varied
-                labels["outer_momentum"] = rules_of(config.diloco)[0].facts()["momentum"]
+                labels["outer_momentum"] = rules_of(with_method_values(config).diloco)[0].facts()["momentum"]
         return LabelledRun(labels=labels, config=config)
 
 

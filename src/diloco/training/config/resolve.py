@@ -12,7 +12,7 @@ import msgspec
 
 from diloco.data.config import DataConfig
 from diloco.data.shards import INDEX_FILE, MOST_TOKENS, read_index, total
-from diloco.errors import FileError, UserError, nearest
+from diloco.errors import FileError, UserError, nearest, setting
 from diloco.files import expanded, memory_bytes
 from diloco.models.spec import ModelConfig
 from diloco.outer.auto import AUTO, NO_AUTO_IN_A_STORE, chosen
@@ -208,8 +208,12 @@ def with_method_values(config: TrainConfig) -> TrainConfig:
 
 def auto_facts(config: TrainConfig) -> tuple[int, int, int, float]:
     """R, M, H and α of a config with its method's values, by which auto chooses."""
+    from diloco.outer.rules import merge_rule  # with torch, which no other value needs
+
     diloco = config.diloco
-    alpha = diloco.mixing or 0.0 if diloco.merge == "mix" else 0.0
+    with setting("diloco.merge", diloco.merge_rule):
+        alpha = merge_rule(diloco.merge_rule).facts().get("alpha", 0.0)
+    assert isinstance(alpha, float), "it is a number"
     return config.num_steps // diloco.sync_every, config.num_replicas, diloco.sync_every, alpha
 
 

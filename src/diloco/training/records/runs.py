@@ -20,6 +20,7 @@ from diloco.data.shards import INDEX_FILE
 from diloco.errors import FileError, UserError
 from diloco.exchange.transport import barrier, fail_together, share
 from diloco.files import expanded, make_directory, write_json, writing
+from diloco.outer.auto import AUTO
 from diloco.schema import read_json
 from diloco.training.config.config import TrainConfig, differences, fields_with, from_json, to_json, with_value
 from diloco.training.config.resolve import TextFacts, resolve, resolved, text_facts
@@ -255,6 +256,8 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
             asked = with_value(asked, "optimizer.warmup_steps", saved_asked.optimizer.warmup_steps)
     elif asked.optimizer.weight_decay is None:  # a phase of another length has the same
         asked = with_value(asked, "optimizer.weight_decay", saved.optimizer.weight_decay)
+    if asked.diloco.outer == saved_asked.diloco.outer == AUTO:  # in a phase of another length, too
+        asked = with_value(asked, "diloco.outer", saved.diloco.outer)
     is_asked, is_same_share = saved_asked.micro_batch is not None, asked.process_batch == saved.process_batch
     if asked.micro_batch is None and (is_asked or not is_same_share):
         assert saved.micro_batch is not None, "the config is resolved"
