@@ -62,6 +62,7 @@ MESHES: dict[str, tuple[Callable[[Model, DeviceMesh], None], dict[str, int]]] = 
     "hsdp and tensor": (fsdp_and_tensor, {"replicate": 2, "shard": 2, "tensor": 2}),
     "hsdp of two": (hsdp, {"replicate": 2, "shard": 1}),
     "tensor of two": (tensor, {"tensor": 2}),
+    "copies of tensor": (fsdp_and_tensor, {"replicate": 2, "shard": 1, "tensor": 2}),
     "one process": (lambda model, mesh: None, {}),
 }
 
@@ -206,6 +207,27 @@ def test_processes_whose_copies_of_a_parameter_differ_are_refused():
     for refusals in run_replicas(meet_other_copies, 2):
         for refusal in refusals:
             assert "the same shard of parameter blocks.0.norm.weight, along dimension copy of its" in refusal
+
+
+def meet_one_other_copy() -> str:
+    """The refusal of a replica of which one process alone has another value, along one dimension of its mesh."""
+    model, _ = on_mesh("copies of tensor")
+    local(model.blocks[0].up.weight).add_(float(dist.get_rank() == 0))
+    try:
+        diloco.StreamingDiLoCo(model, fragments=fragments_of(model), exchange=diloco.LoopbackExchange())
+    except (UserError, ExchangeError) as error:
+        return str(error)
+    return "no refusal"
+
+
+@pytest.mark.slow
+def test_no_process_waits_for_one_that_has_seen_another_copy():
+    """The copies are processes 0 and 2; 1 and 3 have seen nothing, and share other parameters with them."""
+    refusals = run_replicas(meet_one_other_copy, 4, timeout_seconds=30)
+    for refusal in refusals[::2]:
+        assert "the same shard of parameter blocks.0.up.weight, along dimension replicate of its" in refusal
+    for refusal in refusals[1::2]:
+        assert "another shard of replica 0 failed" in refusal
 
 
 def load_from_another_mesh() -> str:

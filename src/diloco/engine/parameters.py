@@ -367,18 +367,23 @@ class FragmentParameters:
         Raises:
             UserError: naming the parameter.
         """
+        refusals: list[UserError] = []
         for fragment in fragments:
             likes = self._by_fragment[fragment]
             for mesh, dim, names in _copied(likes):
                 digests = [outer_digest_there(local(likes[name]).reshape(-1).float()) for name in names]
                 everyones = _everyones(torch.cat(digests), mesh, dim)
                 differs = torch.stack(everyones).ne(everyones[0]).any(0).tolist()
-                if name := next(compress(names, differs), None):
-                    raise UserError(
+                refusals += [
+                    UserError(
                         f"processes of this replica hold the same shard of parameter {name}, along dimension "
                         f"{(mesh.mesh_dim_names or range(mesh.ndim))[dim]} of its mesh, with different values: "
                         "start them from the same parameters (one seed), and sum its gradients over them"
                     )
+                    for name in compress(names, differs)
+                ]
+        for refusal in refusals[:1]:  # not before: others that see no difference would wait for this process
+            raise refusal
 
     def _in_model(self, name: str) -> Tensor | None:
         """The parameter that the model has by a name now; None if it has none."""

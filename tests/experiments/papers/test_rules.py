@@ -9,7 +9,7 @@ from tests.experiments.runner.machines import FakeMachine, tiny_config
 from diloco.experiments.papers import experiment
 from diloco.experiments.papers.comparison import finished
 from diloco.experiments.papers.experiment import Point
-from diloco.experiments.papers.rules import _frontier
+from diloco.experiments.papers.rules import _evaluated, _frontier
 from diloco.experiments.papers.tiers import Comparisons, InnerGrid, RulesGrid, small
 from diloco.experiments.runner.grid import adopt, run_grid
 from diloco.experiments.runner.machines import LocalMachine
@@ -21,6 +21,12 @@ def test_the_frontier_has_the_points_below_which_none_with_as_few_bytes_lies():
     bytes_and_losses = [(1, 5.0), (2, 6.0), (3, 4.0), (3, 4.5), (9, 3.0), (10, 3.5)]
     points = {str(each): [Point(*each, 0.0, 0.0)] for each in reversed(bytes_and_losses)}
     assert [point[:2] for point in _frontier(points)] == [(1, 5.0), (3, 4.0), (9, 3.0)]
+
+
+@pytest.mark.parametrize("num_steps", [12, 13, 15])
+def test_the_loss_is_known_after_three_quarters_of_a_run_whose_steps_four_may_not_divide(num_steps):
+    config = replace(recipe("tiny"), num_tokens=num_steps * recipe("tiny").tokens_per_step)
+    assert (num_steps - 1) // _evaluated(config).evaluation.every_steps == 3
 
 
 @pytest.mark.slow

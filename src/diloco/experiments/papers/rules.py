@@ -1,6 +1,7 @@
 """Experiments of other papers: outer rules, merge rules and inner optimizers, each with its own paper's claim."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,8 +91,8 @@ def _runs(tier: Tier, grid: RulesGrid) -> Iterator[LabelledRun]:
 
 
 def _evaluated(config: TrainConfig) -> TrainConfig:
-    """The config with its held-out loss in each quarter of training."""
-    return replace(config, evaluation=replace(config.evaluation, every_steps=config.num_steps // 4))
+    """The config with its held-out loss after each quarter of training but the last."""
+    return replace(config, evaluation=replace(config.evaluation, every_steps=math.ceil(config.num_steps / 4)))
 
 
 Cell = tuple[int, int]
