@@ -303,7 +303,7 @@ def test_every_replicas_theta_is_the_replays(tmp_path) -> None:
 def test_a_snapshot_that_is_retired_meanwhile_is_no_violation(tmp_path: Path, monkeypatch) -> None:
     ours = Replica(str(tmp_path), name="ours", snapshot_rounds=2)
     folder = tmp_path / "snapshots"
-    while not folder.is_dir() or min(len([*each.iterdir()]) for each in folder.iterdir()) < 3:
+    while not folder.is_dir() or min((len([*each.iterdir()]) for each in folder.iterdir()), default=0) < 3:
         ours.step(pause_seconds=0.003)
     ours.exchange.abort("it stays as it is")
     find = Replay._find_snapshots
