@@ -290,7 +290,8 @@ def test_in_a_store_the_replay_gives_the_outer_parameters_of_all_replicas(name, 
     for replica in replicas:
         replica.vanish()  # and retires nothing more
     replay = replayed(str(tmp_path), initial=lambda facts: dict(new_model().named_parameters()))
-    assert replay.checked.steps == replay.checked.rounds > 12 and replay.checked.snapshots
+    # Older rounds are retired after a snapshot, the sooner the faster the threads are.
+    assert replay.checked.steps == replay.checked.rounds > 0 and replay.checked.snapshots
     for replica in replicas:
         for p, outer_p in enumerate(replica.outer()):
             digest = f"{outer_digest(torch.from_numpy(outer_p)):016x}"
