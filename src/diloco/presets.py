@@ -30,7 +30,7 @@ class DilocoSettings(Timing):
     outer_momentum: float | None = None
     """μ, the outer rule's momentum; None is the rule's own."""
     merge: str = "mix"
-    """Merge rule: mix, overwrite, translate or taylor."""
+    """Merge rule: mix, overwrite or taylor, and for eager translate."""
     mixing: float | None = None
     """α of mix: how much of its own parameters a replica keeps at a merge; None is the method's own."""
     wire: str | None = field(default=None, metadata={"planned": True})

@@ -143,7 +143,7 @@ def test_a_message_that_is_cut_short_ends_either_side_as_a_closed_pipe_does(conf
     with ours, theirs, socket.socket(fileno=os.dup(theirs.fileno())) as end:
         end.send(b"\0\0\0\x64the first of 100 bytes")
         end.shutdown(socket.SHUT_WR)
-        monkeypatch.setattr(encoding.Encoders, "_connection", lambda _: (ours, 0))
+        monkeypatch.setattr(encoding.Encoders, "_connection", lambda *_: ours)
         with pytest.raises(UserError, match="was killed"):
             prepare(replace(config, workers=1), tmp_path / "out")
     ours, theirs = Pipe()

@@ -94,3 +94,8 @@ def test_the_successive_cosine_of_a_large_fragment_is_that_of_elements_all_over_
         model["a"] += 1
     assert engine.step()[0].successive_cosine() is None, "the one before was taken by another engine"
     engine.finish()
+    engine.reset_outer()
+    with torch.no_grad():
+        model["a"] += 1
+    assert engine.step()[0].successive_cosine() is None, "the one before led to another Θ"
+    engine.finish()

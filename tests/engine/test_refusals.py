@@ -40,6 +40,7 @@ EXCHANGE = r"pass diloco.ProcessGroupExchange\(group\), what diloco.connect\(add
         ({"outer": "torch.LBFGS"}, "outer=LBFGS can't take a step on a flat vector"),
         ({"outer": "torch.optim"}, "outer=torch.optim: 'torch.optim': torch.optim has no optim: take torch.AdamW"),
         ({"outer": "torch.AdamW:rate=1"}, "outer=torch.AdamW:rate=1: 'rate' is not a setting of torch.AdamW"),
+        ({"mixing": "translate"}, "mixing=translate keeps all .* outer=Nesterov has counted .*=taylor:strength=0"),
         ({"mixing": "half"}, "mixing=half: 'half' is not a merge rule, which are overwrite, mix, translate"),
         ({"mixing": "mix:alpha=2"}, "mixing must lie between 0 and 1, not 2.0"),
         ({"mixing": [1]}, r"mixing=\[1\] is of the wrong type: pass a number of at least 0 and below 1"),

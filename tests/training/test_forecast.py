@@ -34,6 +34,16 @@ def test_memory_counts_a_copy_for_parameters_gradients_moments_and_outer_state(m
     assert (result.schedule is None) == (method == "data_parallel")
 
 
+@pytest.mark.parametrize(
+    ("changes", "num_more"),
+    [({"outer": "delayed_nesterov"}, 1), ({"merge": "taylor"}, 1), ({"error_feedback": 1.0}, 1), ({}, 0)],
+)
+def test_memory_counts_every_vector_beside_the_outer_parameters(changes, num_more):
+    config = resolved(method="streaming")
+    other = forecast(replace(config, diloco=replace(config.diloco, mixing=None, **changes)))
+    assert other.state_bytes == (6 + num_more) * 4 * other.num_params
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd", "schedule_free"])
 def test_memory_counts_the_state_of_each_optimizer(name):
     config = resolved(method="data_parallel", optimizer=OptimizerConfig(name=name))

@@ -213,7 +213,7 @@ class Encoders:
         if isinstance(task, UserError):
             raise task
         try:
-            connection, self._pids[task.place] = self._connection()
+            connection = self._connection(task.place)
             connection.send(task)
             answer = connection.recv()
         except (EOFError, OSError) as error:  # OSError also inside a message
@@ -228,8 +228,8 @@ class Encoders:
             raise answer
         return answer
 
-    def _connection(self) -> tuple[Any, int]:
-        """The connection to this thread's process, which is started now if it is not yet, and its number.
+    def _connection(self, place: Place) -> Any:
+        """The connection to this thread's process, which is started now if it is not yet, and noted for a piece.
 
         It is no process of multiprocessing's: those begin with the user's program, which may come here again.
         """
@@ -247,9 +247,10 @@ class Encoders:
                     process_group=0,  # Ctrl-C is for this process
                 )
             self._processes.append(process)
+            self._pids[place] = self._of_thread.pid = process.pid  # before a send, which may wait
             self._of_thread.connection.send(self._arguments)
-            self._of_thread.pid = process.pid
-        return self._of_thread.connection, self._of_thread.pid
+        self._pids[place] = self._of_thread.pid
+        return self._of_thread.connection
 
 
 def _until_refused(tasks: Iterable[Task]) -> Iterator[Task | UserError]:

@@ -269,9 +269,8 @@ def _check_names(replica: Replica, state: Mapping[str, Any], own: Mapping[str, T
         refuse_names("lacks", unfrozen, OUTER)
     refuse_names("lacks", (name for name in unfrozen if name in listed), OUTER)
     check_like(OUTER, saved, own)
-    needless = {ERROR} - ({ERROR} if _keeps_error(replica, state) else set())
-    needless |= set() if state["in_flight"] else {SENT_THETA}
-    kinds = [kind for kind in replica.state.kinds[1:] if kind not in needless]
+    is_needed = {ERROR: _keeps_error(replica, state), SENT_THETA: bool(state["in_flight"])}
+    kinds = [kind for kind in replica.state.kinds[1:] if is_needed.get(kind, True)]
     for kind in kinds:
         refuse_names("lacks", (name for name in saved if name not in state[kind]), kind)
         refuse_names("has", (name for name in state[kind] if name not in saved), kind)

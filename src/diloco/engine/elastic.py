@@ -398,12 +398,13 @@ class ElasticMembership(Membership):
         if self._counts_own(decision):
             self._count(p)
         before_N = replica.state.use(OUTER, p).clone()
+        replica.forget_averages()
         self._read(p, stored)
         with replica.parameters.merging(p, replica.num_steps) as theta:
             merge_in_place(theta, replica.state.use(OUTER, p), mixing, Past(before_N))
         size, device = self.form.sizes[p], replica.parameters.device
         zeros = partial(torch.zeros, size, dtype=torch.float32, device=device)
-        return replica.described(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()), None)
+        return replica.described(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()))
 
     def _read(self, p: int, stored: StoredSnapshot) -> None:
         """Take Θ_p and the slots from a snapshot."""

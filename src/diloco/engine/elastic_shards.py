@@ -548,7 +548,7 @@ class FollowingMembership(Membership):
             return (nothing() for _ in range(taken.num_deltas))
 
         sync = Sync(taken.fragment, taken.round, taken.step)
-        return self.replica.described(sync, nothing, deltas, None)
+        return self.replica.described(sync, nothing, deltas)
 
 
 class _Taken(msgspec.Struct):

@@ -442,6 +442,7 @@ class FixedMembership(Membership):
                 else:
                     vector_N.zero_()
         self.weighed = [(self.replica.tokens, 0.0)] * state.num_fragments
+        self.replica.forget_averages()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of this replica that resumes, what is in flight included.

@@ -206,6 +206,10 @@ class Replica:
         for name in COUNTERS:
             setattr(self, name, state[name])
         self.last_sent = list(state["last_sent"])
+        self.forget_averages()
+
+    def forget_averages(self) -> None:
+        """Compare the next averages with none before: Θ was moved by something else than outer steps."""
         self.samples.clear()
         self._averages.clear()
 
@@ -390,7 +394,7 @@ class Replica:
         sync: Sync,
         make_average: Callable[[], Tensor],
         make_deltas: Callable[[], Iterator[Tensor]],
-        samples: Samples | None,
+        samples: Samples | None = None,
         *,
         blocked_seconds: float = 0.0,
         cohort: Cohort | None = None,

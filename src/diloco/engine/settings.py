@@ -96,6 +96,13 @@ class Settings:
                 "inner steps after it: set mixing=translate, which keeps them",
                 *("mixing", "outer"),
             )
+        if isinstance(self.mixing, Translation) and not self.outer.merges_at_send:
+            raise UserError(
+                f"mixing=translate keeps all of Θ − θ, and outer={type(self.outer).__name__} has counted what was "
+                "sent of it, which would be sent and counted again: set mixing=taylor:strength=0, which keeps the "
+                "inner steps in flight alone",
+                *("mixing", "outer"),
+            )
         self._check_slots()
         self._check_error_feedback()
         if not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
@@ -138,7 +145,7 @@ class Settings:
         if self.mixing.needs_sent:
             raise UserError(
                 f"mixing={self.mixing} needs an exchange: where replicas come and go, others' outer steps move "
-                "what is in flight; take mix or translate",
+                "what is in flight; take mix",
                 "mixing",
             )
         if self.weights != "equal":

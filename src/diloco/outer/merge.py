@@ -85,7 +85,9 @@ class Mixing(MergeRule):
 
 @dataclass(frozen=True)
 class Translation(MergeRule):
-    """θ ← θ + (Θ_new − Θ_old): Θ − θ, the work that the outer step does not know yet, stays what it was.
+    """θ ← θ + (Θ_new − Θ_old): Θ − θ stays what it was, which is right where no outer step has counted any of it.
+
+    So it is where a replica was in no outer step, and after `Eager`, which merges at the send.
 
     >>> import torch
     >>> Translation().merge(torch.tensor([1.0]), torch.tensor([3.0]), Past(torch.tensor([2.5])))

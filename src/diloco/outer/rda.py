@@ -37,9 +37,9 @@ class RDA(Nesterov):
     def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
         """Make D in the place of the total, and take the outer step."""
         directed = [span for name, span in fragment.spans.items() if self._is_directed(name, span)]
-        for span in fragment.spans.values():
-            for total_n in _pieces(average.total_N, () if span in directed else (span,)):
-                total_n.copy_(Average(total_n, average.weight).divided())
+        plain = [span for name, span in fragment.spans.items() if not self._is_directed(name, span)]
+        for total_n in _pieces(average.total_N, plain):
+            total_n.copy_(Average(total_n, average.weight).divided())
         if directed:
             self._direct(fragment, average, cohort, directed)
         super().on_average(fragment, Average(average.total_N, 1.0), sync, cohort)

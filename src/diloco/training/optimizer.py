@@ -71,12 +71,11 @@ class InnerOptimizer(torch.optim.Optimizer):
         """A context in which the parameters have the values at which their update takes gradients."""
         own: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad():
-            for group in self.param_groups:
+            for group in (group for group in self.param_groups if group["update"].has_gradient_point):
                 for shard, state in ((local(p), self.state[p]) for p in group["params"]):
                     shards = {name: local(tensor) for name, tensor in state.items()}
-                    if (point := group["update"].gradient_point(shard, shards)) is not None:
-                        own.append((shard, shard.clone()))
-                        shard.copy_(point)
+                    own.append((shard, shard.clone()))
+                    shard.copy_(group["update"].gradient_point(shard, shards))
         try:
             yield
         finally:

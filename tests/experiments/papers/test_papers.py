@@ -81,7 +81,7 @@ def tuned_gap(row):
 
 
 WORSE = {
-    "holds": {"averaging": 0.1, "adamw": 0.1, "delayed_late": 0.005, "eager": 0.005, "translate": 0.1, "mix": 0.1},
+    "holds": {"averaging": 0.1, "adamw": 0.1, "delayed_late": 0.005, "eager": 0.005, "in_flight": 0.1, "mix": 0.1},
     "fails": {"averaging": -0.1, "auto": 0.02, "delayed_late": 0.1, "eager": 0.1, "pulse": 0.1, "taylor": 0.1},
 }
 """By how much a rule's loss is above Nesterov's."""

@@ -37,9 +37,9 @@ _RULES: dict[str, dict[str, Any]] = {
 _LATE: dict[str, dict[str, Any]] = {
     "mix": {"merge": "mix", "mixing": 0.5},
     "overwrite": {"merge": "overwrite"},
-    "translate": {"merge": "translate"},
+    "in_flight": {"merge": "taylor:strength=0"},
     "taylor": {"merge": "taylor"},
-    "delayed_late": {"merge": "translate", "outer": "delayed_nesterov:momentum=0.9"},
+    "delayed_late": {"merge": "taylor:strength=0", "outer": "delayed_nesterov:momentum=0.9"},
     "eager": {"merge": "translate", "outer": "eager:momentum=0.9"},
 }
 """The settings of what is for a large τ, here H/2: merge rules of Nesterov's, then outer rules."""
@@ -186,7 +186,7 @@ _CLAIMS = (
         name="eager_below_late",
         source="arXiv 2502.12996",
         sentence="its own part at once is better than the whole outer step late",
-        gaps=_over("eager", "translate"),
+        gaps=_over("eager", "in_flight"),
         verdict=Change.falls,
     ),
     _Claim(

@@ -331,7 +331,7 @@ _RATES_OF_RULES: dict[str, tuple[float | None, ...]] = {
     "sparseloco": (0.5, 1.0),
     "pulse": (0.4,),
     "adamw": (0.01, 0.03),
-    **dict.fromkeys(("mix", "overwrite", "translate", "taylor", "eager"), (0.4,)),
+    **dict.fromkeys(("mix", "overwrite", "in_flight", "taylor", "eager"), (0.4,)),
     "delayed_late": (0.4, 0.8),
 }
 

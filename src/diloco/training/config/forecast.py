@@ -148,7 +148,7 @@ class Forecast:
     num_trained_params: int
     """Parameters that are trained, and so exchanged."""
     state_bytes: int
-    """A process's share of parameters, gradients, the optimizer's state, Θ and its momentum, all FP32."""
+    """A process's share of parameters, gradients, the optimizer's state, Θ and the vectors beside it, all FP32."""
     logits_bytes: int
     """Logits of a pass, and their gradient; where a device decides on autocast, with it."""
     schedule: Schedule | None
@@ -173,16 +173,17 @@ def forecast(config: TrainConfig) -> Forecast:
     num_params = sum(parameter.numel() for parameter in model.parameters())
     num_trained, num_steps, num_replicas = sum(sizes.values()), config.num_steps, config.num_replicas
     a_step = ring_all_reduce_bytes(num_trained, num_replicas)
-    schedule, sync_bytes, num_syncs = None, (a_step,), (num_steps,)
+    schedule, sync_bytes, num_syncs, num_vectors = None, (a_step,), (num_steps,), 0
     if config.method != "data_parallel":
         settings = engine_settings(config.diloco, model, seed=config.seed)
         schedule, reduction = settings.schedule, reduction_of(config.diloco.combine, settings.wire)
         fragments = [sum(sizes[name] for name in fragment.parameters) for fragment in settings.fragments]
         sync_bytes = tuple(reduction.bytes_sent(size, num_replicas) for size in fragments)
         num_syncs = tuple(schedule.num_sent(p, num_steps) for p in range(len(fragments)))
-    num_copies = 1 if schedule is None or config.diloco.offload else 3  # gradients, and Θ and its momentum
+        if not config.diloco.offload:
+            num_vectors = 1 + len(settings.slots) + (settings.error_feedback is not None)
     states = inner_optimizer(model, config.optimizer).state.values()
-    num_elements = num_params + num_copies * num_trained
+    num_elements = num_params + (1 + num_vectors) * num_trained  # gradients, Θ and what is kept beside it
     num_elements += sum(tensor.numel() for state in states for tensor in state.values() if tensor.ndim)
     if config.optimizer.name == "schedule_free":
         num_elements += num_trained  # x, which is put aside in a pass

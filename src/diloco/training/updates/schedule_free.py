@@ -24,6 +24,8 @@ class ScheduleFree(Update):
     calls less stable, and which would also change the weights η².
     """
 
+    has_gradient_point = True
+
     beta1: float
     beta2: float
     epsilon: float

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ State = Mapping[str, Tensor]
 
 class Update(ABC):
     """One step of some parameters by their gradients."""
+
+    has_gradient_point: ClassVar[bool] = False
+    """True if gradients are taken at `gradient_point`, and not at θ."""
 
     @abstractmethod
     def state(self, parameter: Tensor) -> State:
@@ -32,9 +36,9 @@ class Update(ABC):
         """
         raise NotImplementedError
 
-    def gradient_point(self, shard: Tensor, state: State) -> Tensor | None:
-        """The values at which the gradient is taken, of a shard of a parameter; None is at θ itself."""
-        return None
+    def gradient_point(self, shard: Tensor, state: State) -> Tensor:
+        """The values at which the gradient is taken, of a shard of a parameter."""
+        return shard
 
     def step(
         self,
