@@ -481,14 +481,24 @@ class ElasticMembership(Membership):
         return tuple(merged)
 
     def _last(self, *, flush: bool, close: bool) -> Iterator[OuterStep]:
-        """The outer steps after the last inner step, one by one; see `finish`."""
+        """The outer steps after the last inner step, one by one; see `finish`.
+
+        With a number as quorum it sends first what is not told: another replica that ends now, with another
+        fragment in flight, counts nothing without a payload of that fragment.
+        """
+        if isinstance(self.joined.rules.quorum, int):
+            self._flush()
         yield from self._drained()
-        if flush and not self._closed:
-            for p in self.uncounted_fragments():
-                self.send(p)
+        if flush:
+            self._flush()
             yield from self._drained()
         if close or self._is_finished:
             yield from self._rest()
+
+    def _flush(self) -> None:
+        """Offer every fragment with work that no payload on the way tells, unless the run is closed."""
+        for p in () if self._closed else self.uncounted_fragments():
+            self.send(p)
 
     def _rest(self) -> Iterator[OuterStep]:
         """End the run, take every outer step up to its last entry, and compare Θ with that entry's.

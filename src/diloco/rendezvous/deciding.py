@@ -16,6 +16,7 @@ them, and the training thread's wait is bounded by `timeout_seconds`. One that a
 from the store, is replaced by a newer snapshot (`follower.Delivery`).
 """
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from diloco.files import sha256
 from diloco.rendezvous.contract import Offer
 from diloco.rendezvous.log.entries import Contribution
 from diloco.rendezvous.log.run import RunState
+
+_LOG = logging.getLogger("diloco")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,7 @@ class Decider:
     def __init__(self, own: int, pace: Pace) -> None:
         self._own, self._pace = own, pace
         self._could_decide: dict[tuple[int, int], float] = {}
+        self._has_warned = False
 
     def parts(
         self,
@@ -91,7 +95,19 @@ class Decider:
                 f"{state.rules.norm_bound:g} times the median; it has gone too far from the others, or its "
                 "numbers are wrong: start it again under another name, which begins at the run's outer parameters"
             )
+        if parts is None and is_late and state.rules.quorum != "all":
+            self._warn(step, p, state.refusal_of_replicas(here))
         return parts if parts is not None and self._is_turn(state, p, parts) else None
+
+    def _warn(self, step: int, p: int, reason: str | None) -> None:
+        """Say once why a quorum K is not reached long after τ."""
+        if reason is not None and not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "step %d: the outer step of fragment %d waits, as will the others: it %s: start the replicas that "
+                "are missing again under their names, or create a run with a smaller quorum",
+                *(step, p, reason),
+            )
 
     def _is_turn(self, state: RunState, p: int, parts: Sequence[Contribution]) -> bool:
         """True if those before this replica, in an order that changes with each entry, had time to write."""
