@@ -25,7 +25,7 @@ from diloco.errors import DisagreementError, ExchangeError
 from diloco.files import sha256
 from diloco.rendezvous.contract import Offer
 from diloco.rendezvous.log.entries import Contribution
-from diloco.rendezvous.log.run import RunState
+from diloco.rendezvous.log.run import RunState, least_payloads
 
 _LOG = logging.getLogger("diloco")
 
@@ -150,7 +150,8 @@ def may_decide(
     if state.refusal_of_replicas(replicas):
         return None
     active = state.active
-    is_quorum = state.rules.quorum != "majority" or 2 * len(replicas.intersection(active)) > len(active)
+    counted = replicas if isinstance(state.rules.quorum, int) else replicas.intersection(active)
+    is_quorum = len(counted) >= least_payloads(state.rules.quorum, len(active), after_patience=False)
     is_enough = replicas.issuperset(active) or (overlap_over and is_quorum)
     newest = state.fragments[fragment].round
     is_confirmed = {own}.issuperset(active) or any(c.base_round == newest and c.replica != own for c in usable)
