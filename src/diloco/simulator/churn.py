@@ -57,7 +57,7 @@ class _Fleet:
         kinds, num_replicas, num_fragments = run.machines, run.num_replicas, run.num_fragments
         self.run, self.random, self.now = run, np.random.default_rng(seed), 0.0
         self.kind_M = np.repeat(np.arange(len(kinds)), [kind.count for kind in kinds])
-        self.step_M = run.each([_mean_step(kind.step_seconds, kind.stragglers) for kind in kinds])
+        self.step_M = run.each([kind.mean_step_seconds for kind in kinds])
         self.upload_M = run.each([8e-6 * run.fragment_bytes / kind.up_mbit_s for kind in kinds])
         self.download_M = run.each([8e-6 * self._bytes_down() / kind.down_mbit_s for kind in kinds])
         self.trip_M = run.each([2 * kind.latency_seconds for kind in kinds])
@@ -226,7 +226,7 @@ class _Fleet:
         """When the first of these replicas has the first k payloads: max_i ≤ k (arrival_i + (k − i + 1) d)."""
         one = int(np.flatnonzero(of_kind_M)[0])
         place_K, seconds = np.arange(len(arrival_K)), self.download_M[one]
-        looks = self.run.poll_seconds / (1 + int(of_kind_M.sum())) + self.trip_M[one]
+        looks = self.run.poll_seconds / 2 + self.trip_M[one]  # of the last payload
         last_K = np.maximum.accumulate(arrival_K - place_K * seconds)
         is_free = float(self.down_free_M[of_kind_M].min())
         # Its own payload is not read; shares need averages besides, a second upload and download.
@@ -262,7 +262,7 @@ class _Fleet:
         self.rounds_P[p] += 1
         self.last_outer_M[counted] = self.num_outer
         self.waits_PM[p][counted] = np.inf
-        too_old_M = np.isfinite(self.waits_PM[p]) & (self.base_PM[p] < self.rounds_P[p] - run.max_stale)
+        too_old_M = (self.waits_PM[p] <= time) & (self.base_PM[p] < self.rounds_P[p] - run.max_stale)
         self.waits_PM[p][too_old_M] = np.inf
         fresh = counted[sends_M[counted]]
         if sum(map(len, self.delays)) < _MOST_SAMPLES:
@@ -304,9 +304,5 @@ class _Fleet:
         )
 
 
-def _mean_step(seconds: float, stragglers: "object") -> float:
-    """The mean time of a step, stalls included."""
-    probability = getattr(stragglers, "stall_probability", 0.0)
-    return seconds + probability * getattr(stragglers, "stall_seconds", 0.0)
 
 

@@ -56,6 +56,11 @@ class Machines:
                 least = "above 0" if name in positive else "at least 0 and finite"
                 raise UserError(f"{name} of {self.name} must be {least}, not {value}", name)
 
+    @property
+    def mean_step_seconds(self) -> float:
+        """The mean time of a step, stalls included."""
+        return self.step_seconds + self.stragglers.stall_probability * self.stragglers.stall_seconds
+
 
 @dataclass(frozen=True, kw_only=True)
 class FleetRun:
@@ -132,7 +137,7 @@ class FleetRun:
     @property
     def ideal_tokens_per_second(self) -> float:
         """The tokens that all machines would read together without failures and waits."""
-        return sum(kind.count * self.step_tokens / kind.step_seconds for kind in self.machines)
+        return sum(kind.count * self.step_tokens / kind.mean_step_seconds for kind in self.machines)
 
 
 Method = Literal["data_parallel", "elastic_data_parallel", "fixed", "store"]

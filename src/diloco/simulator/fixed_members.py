@@ -1,0 +1,114 @@
+"""What a store's log is compared with, on the same fleet: methods whose members stay, and Data-Parallel.
+
+`data_parallel` all-reduces every gradient, `fixed` exchanges outer gradients in a group: both stop at each failure until
+the machine is back, and go on from the last checkpoint. `elastic_data_parallel` goes on without the machine, after
+all have agreed on who is left and have the parameters again, and takes it back in the same way.
+
+Time passes from one failure or return to the next; between them steps take the time of the slowest machine and of
+what of the exchange is not hidden.
+
+Shapes: M replicas.
+"""
+
+import heapq
+import math
+
+import numpy as np
+
+from diloco.simulator.fleet import Floats, FleetRun, Method, Outcome
+
+AGREE_SECONDS = 30.0
+"""Time in which machines find that one has failed and agree on who is left; torchft's and elastic launchers' order."""
+_GRADIENT_BITS = 16
+"""Bits of a gradient's value in Data-Parallel."""
+
+
+def with_members(run: FleetRun, method: Method, *, seconds: float, seed: int = 0) -> Outcome:
+    """A method with members that are agreed on, for some time.
+
+    >>> from diloco.simulator.fleet import Machines
+    >>> chip = Machines(name="H100", count=64, step_seconds=1.0, up_mbit_s=1e5, down_mbit_s=1e5,
+    ...                 hours_between_failures=500, repair_seconds=300)
+    >>> run = FleetRun(machines=(chip,), num_params=1e9, step_tokens=4096)
+    >>> for method in ("data_parallel", "elastic_data_parallel", "fixed"):
+    ...     print(method, round(with_members(run, method, seconds=1e6).goodput, 2))
+    data_parallel 0.64
+    elastic_data_parallel 0.75
+    fixed 0.92
+    """
+    is_elastic = method == "elastic_data_parallel"
+    step_M = run.each([kind.mean_step_seconds for kind in run.machines])
+    pauses = [kind.repair_seconds for kind in run.machines]
+    loads = [run.join_seconds(kind) for kind in run.machines]
+    pause_M, load_M = run.each(pauses), run.each(loads)
+    random = np.random.default_rng(seed)
+    mean_M = run.each([3600 * kind.hours_between_failures for kind in run.machines])
+    events = [(time, m, False) for m, time in enumerate(random.exponential(1.0, len(step_M)) * mean_M)]
+    events = [event for event in events if event[0] < seconds]
+    heapq.heapify(events)
+    is_up_M = np.ones(len(step_M), dtype=bool)
+    now = ready = tokens = lost = up_seconds = 0.0  # nobody computes before `ready`
+    while now < seconds:
+        time, replica, returns = heapq.heappop(events) if events else (seconds, -1, False)
+        time = min(time, seconds)
+        num_up = int(is_up_M.sum())
+        can_train = num_up == len(step_M) or (is_elastic and num_up > 0)
+        start = max(now, ready)
+        if can_train and time > start:
+            rate = _tokens_per_second(run, method, is_up_M, step_M)
+            if not is_elastic and not returns and replica >= 0:
+                # What came after the last checkpoint of these seconds is lost.
+                whole = math.floor((time - start) / run.checkpoint_seconds) * run.checkpoint_seconds
+                tokens, lost = tokens + rate * whole, lost + rate * (time - start - whole)
+            else:
+                tokens += rate * (time - start)
+        up_seconds += num_up * (time - now)
+        now = time
+        if replica < 0 or now >= seconds:
+            continue
+        is_up_M[replica] = returns
+        delay = random.exponential(1.0) * mean_M[replica] if returns else pause_M[replica]
+        heapq.heappush(events, (now + delay, replica, not returns))
+        if is_elastic or is_up_M.all():
+            ready = now + AGREE_SECONDS + float(load_M[replica] if is_elastic and returns else load_M.max())
+    prices_M = run.each([kind.dollars_per_hour for kind in run.machines])
+    return Outcome(
+        method=method,
+        seconds=seconds,
+        goodput=tokens / (run.ideal_tokens_per_second * seconds),
+        tokens_per_hour=tokens * 3600 / seconds,
+        contributors=float(len(step_M)),
+        staleness=0.0,
+        lost=lost / max(tokens + lost, 1e-9),
+        machine_dollars=float(prices_M.mean() * up_seconds / 3600),
+    )
+
+
+def _tokens_per_second(run: FleetRun, method: Method, is_up_M: "np.ndarray", step_M: Floats) -> float:
+    """Tokens that the machines which are up read together in a second."""
+    num_up = int(is_up_M.sum())
+    kinds = [kind for kind, first in zip(run.machines, _firsts(run), strict=True) if is_up_M[first].any()]
+    slowest = max(kind.mean_step_seconds for kind in kinds)
+    mbit_s = min(min(kind.up_mbit_s, kind.down_mbit_s) for kind in kinds)
+    latency = max(kind.latency_seconds for kind in kinds)
+    if method == "fixed":
+        return num_up * run.step_tokens * run.sync_every / _fixed_seconds(run, num_up, slowest, mbit_s, latency)
+    ring = 2 * (num_up - 1)
+    exchange = ring / num_up * run.num_params * _GRADIENT_BITS / 1e6 / mbit_s + ring * latency
+    # The backward pass, two thirds of a step, hides as much of it.
+    return num_up * run.step_tokens / (slowest + max(0.0, exchange - slowest * 2 / 3))
+
+
+def _firsts(run: FleetRun) -> list[slice]:
+    """The places of each kind's replicas."""
+    ends = np.cumsum([kind.count for kind in run.machines])
+    return [slice(end - kind.count, end) for end, kind in zip(ends, run.machines, strict=True)]
+
+
+def _fixed_seconds(run: FleetRun, num_up: int, slowest: float, mbit_s: float, latency: float) -> float:
+    """The time of H inner steps in which each fragment is exchanged once: all wait for the slowest."""
+    copies = num_up - 1 if run.shares == 1 else 2 * (num_up - 1) / num_up
+    fragment = copies * run.fragment_bytes * 8e-6 / mbit_s + latency * (1 if run.shares == 1 else 2)
+    compute = run.sync_every * slowest
+    waits = run.num_fragments * max(0.0, fragment - run.overlap_steps * slowest)
+    return max(compute + waits, run.num_fragments * fragment)
