@@ -1,8 +1,8 @@
 """What a store's log is compared with, on the same fleet: methods whose members stay, and Data-Parallel.
 
-`data_parallel` all-reduces every gradient, `fixed` exchanges outer gradients in a group: both stop at each failure until
-the machine is back, and go on from the last checkpoint. `elastic_data_parallel` goes on without the machine, after
-all have agreed on who is left and have the parameters again, and takes it back in the same way.
+`data_parallel` all-reduces every gradient, `fixed` exchanges outer gradients in a group: both stop at each failure
+until the machine is back, and go on from the last checkpoint. `elastic_data_parallel` goes on without the machine,
+after all have agreed on who is left and have the parameters again, and takes it back in the same way.
 
 Time passes from one failure or return to the next; between them steps take the time of the slowest machine and of
 what of the exchange is not hidden.
@@ -15,10 +15,10 @@ import math
 
 import numpy as np
 
-from diloco.simulator.fleet import Floats, FleetRun, Method, Outcome
+from diloco.simulator.fleet import FleetRun, Floats, Mask, Method, Outcome
 
 AGREE_SECONDS = 30.0
-"""Time in which machines find that one has failed and agree on who is left; torchft's and elastic launchers' order."""
+"""Time until machines know that one has failed and have agreed on who is left; elastic launchers take as long."""
 _GRADIENT_BITS = 16
 """Bits of a gradient's value in Data-Parallel."""
 
@@ -27,8 +27,15 @@ def with_members(run: FleetRun, method: Method, *, seconds: float, seed: int = 0
     """A method with members that are agreed on, for some time.
 
     >>> from diloco.simulator.fleet import Machines
-    >>> chip = Machines(name="H100", count=64, step_seconds=1.0, up_mbit_s=1e5, down_mbit_s=1e5,
-    ...                 hours_between_failures=500, repair_seconds=300)
+    >>> chip = Machines(
+    ...     name="H100",
+    ...     count=64,
+    ...     step_seconds=1.0,
+    ...     up_mbit_s=1e5,
+    ...     down_mbit_s=1e5,
+    ...     hours_between_failures=500,
+    ...     repair_seconds=300,
+    ... )
     >>> run = FleetRun(machines=(chip,), num_params=1e9, step_tokens=4096)
     >>> for method in ("data_parallel", "elastic_data_parallel", "fixed"):
     ...     print(method, round(with_members(run, method, seconds=1e6).goodput, 2))
@@ -84,10 +91,10 @@ def with_members(run: FleetRun, method: Method, *, seconds: float, seed: int = 0
     )
 
 
-def _tokens_per_second(run: FleetRun, method: Method, is_up_M: "np.ndarray", step_M: Floats) -> float:
+def _tokens_per_second(run: FleetRun, method: Method, is_up_M: Mask, step_M: Floats) -> float:
     """Tokens that the machines which are up read together in a second."""
     num_up = int(is_up_M.sum())
-    kinds = [kind for kind, first in zip(run.machines, _firsts(run), strict=True) if is_up_M[first].any()]
+    kinds = [kind for kind, place in zip(run.machines, run.places, strict=True) if is_up_M[place].any()]
     slowest = max(kind.mean_step_seconds for kind in kinds)
     mbit_s = min(min(kind.up_mbit_s, kind.down_mbit_s) for kind in kinds)
     latency = max(kind.latency_seconds for kind in kinds)
@@ -97,12 +104,6 @@ def _tokens_per_second(run: FleetRun, method: Method, is_up_M: "np.ndarray", ste
     exchange = ring / num_up * run.num_params * _GRADIENT_BITS / 1e6 / mbit_s + ring * latency
     # The backward pass, two thirds of a step, hides as much of it.
     return num_up * run.step_tokens / (slowest + max(0.0, exchange - slowest * 2 / 3))
-
-
-def _firsts(run: FleetRun) -> list[slice]:
-    """The places of each kind's replicas."""
-    ends = np.cumsum([kind.count for kind in run.machines])
-    return [slice(end - kind.count, end) for end, kind in zip(ends, run.machines, strict=True)]
 
 
 def _fixed_seconds(run: FleetRun, num_up: int, slowest: float, mbit_s: float, latency: float) -> float:

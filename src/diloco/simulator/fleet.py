@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,8 @@ from diloco.rendezvous.log.entries import Quorum, Rules
 from diloco.rendezvous.prices import Prices, Traffic
 from diloco.simulator.description import Stragglers
 
-Floats = NDArray[np.float64]
+Floats: TypeAlias = NDArray[np.float64]
+Mask: TypeAlias = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ class FleetRun:
     max_stale: int = Rules.max_stale
     """Rounds after which a late payload is not counted."""
     shares: int = 1
-    """R, the shares of a fragment that replicas average for each other; 1 is gather: everybody reads everything."""
+    """R, shares of a fragment, each averaged by one replica for all; 1 is gather: everybody reads everything."""
     poll_seconds: float = 0.5
     """Time between two looks of a replica into the store."""
     checkpoint_seconds: float = 600.0
@@ -129,6 +130,12 @@ class FleetRun:
     def each(self, values: Sequence[float]) -> Floats:
         """For each replica the number of its kind, (M)."""
         return np.repeat(np.asarray(values, dtype=np.float64), [kind.count for kind in self.machines])
+
+    @property
+    def places(self) -> list[slice]:
+        """The places of each kind's replicas among all."""
+        ends = np.cumsum([kind.count for kind in self.machines]).tolist()
+        return [slice(end - kind.count, end) for end, kind in zip(ends, self.machines, strict=True)]
 
     def join_seconds(self, kind: Machines) -> float:
         """Time until a joiner has Θ and the outer momentum."""
@@ -168,11 +175,13 @@ class Outcome:
     """Time from a send to the outer step that counts it, as its replica knows it: median and 99th percentile."""
     lost: float = 0.0
     """Tokens read and never counted, over all tokens read."""
-    traffic: Traffic = Traffic(creates=0, gets=0, bytes_up=0, bytes_down=0)
-    """Requests and bytes of all replicas in the store."""
+    traffic: Traffic | None = None
+    """Requests and bytes of all replicas in the store; None without one."""
     machine_dollars: float = 0.0
     """The price of the machines that ran."""
 
     def dollars(self, prices: Prices | None) -> float:
         """The price of machines and store together."""
-        return self.machine_dollars + (0.0 if prices is None else self.traffic.dollars(prices))
+        return self.machine_dollars + (
+            0.0 if prices is None or self.traffic is None else self.traffic.dollars(prices)
+        )
