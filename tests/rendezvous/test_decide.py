@@ -70,6 +70,22 @@ def test_a_quorum_that_is_not_reached_is_said_once(caplog):
     assert len(caplog.records) == 1
 
 
+def test_a_payload_that_came_too_late_waits_from_the_next_rounds_first_payload_on():
+    log = Log(num_fragments=1).join("a", "b", "c", "d", "e")
+    late = {0: log.contribution(0), 1: log.contribution(1)}
+    log.rounds(1, 2, 3, 4)
+    claim = {name: getattr(late[0], name) for name in Claim.__dataclass_fields__}
+    offer = Offer(**claim, fragment=0, base=0, norms=(1.0,), step=10, overlap=5)
+    pace = Pace(poll_seconds=0, memory_bytes=1, patience=40, drain_seconds=1, close_seconds=1)
+    decider = Decider(0, pace)
+    assert decider.in_time(log.state, offer, late, 30) is None
+    here = late | {2: log.contribution(2)}
+    for step in (40, 41, 44):  # a majority is here, and τ has passed since its send
+        assert decider.in_time(log.state, offer, here, step) is None, "those of the new round have τ, too"
+    assert decider.in_time(log.state, offer, here, 45) == tuple(here.values())
+    assert decider.in_time(log.state, offer, here | {3: log.contribution(3), 4: log.contribution(4)}, 41), "all"
+
+
 def test_a_quorum_of_two_is_two_payloads_however_late_but_where_fewer_replicas_are_active():
     log = Log(num_fragments=1, quorum=2).join("a", "b", "c", "d", "e")
     assert decided(log, 0, 1) is None, "the others have time until t + τ"

@@ -364,6 +364,9 @@ class ElasticMembership(Membership):
         sync = Sync(p, decision.round, self.in_flight[p].step if counts_own else replica.num_steps)
         replica.take(sync, average, decision.cohort, mixing)
         if counts_own:
+            if self.in_flight[p].base_round < decision.round - 1:
+                # It was late: it sends with the others from now on, and not soon again, before they do.
+                self._next_send[p] = replica.num_steps + self._sync_every
             self._count(p)
         self._applied(p, decision.round)
         replica.bytes_received += content.bytes_received
