@@ -71,20 +71,24 @@ class _Fleet:
         self.early_steps = max(1, run.sync_every // 4)
         self.event_M = self._lives(self.mean_up_M)
         """When each replica fails; when it joins again, if it is gone."""
+        self.since_M = np.zeros(num_replicas)
         self.is_gone_M = np.zeros(num_replicas, dtype=bool)
         self.has_left_M = np.zeros(num_replicas, dtype=bool)
         self.last_outer_M = np.zeros(num_replicas, dtype=np.int64)
         self.up_free_M, self.down_free_M = np.zeros(num_replicas), np.zeros(num_replicas)
-        # Of each fragment: the last send, the last send that was counted, and a payload that waits to be counted.
+        # Of each fragment: the next send, the last one, the last one that was counted, and the payload that waits.
         offsets_P = np.arange(num_fragments) * run.sync_every // num_fragments
-        self.sent_PM = (offsets_P[:, None] - (run.sync_every if num_fragments > 1 else 0)) * self.step_M
-        self.sent_PM[offsets_P == 0] = 0.0
+        self.first_P = np.where(offsets_P == 0, run.sync_every, offsets_P)
+        """Inner steps until the first send."""
+        self.due_PM = self.first_P[:, None] * self.step_M
+        self.sent_PM = np.zeros((num_fragments, num_replicas))
         self.counted_PM = np.zeros((num_fragments, num_replicas))
         self.waits_PM = np.full((num_fragments, num_replicas), np.inf)
         """When it was in the store; infinity where there is none."""
         self.base_PM = np.zeros((num_fragments, num_replicas), dtype=np.int64)
         self.rounds_P, self.decided_P = np.zeros(num_fragments, dtype=np.int64), np.zeros(num_fragments)
-        self.opens_P = np.array([self._opening(p) for p in range(num_fragments)])
+        self.opens_P = np.zeros(num_fragments)
+        """When the next round of each fragment opens, or a time before that."""
         self.num_outer = 0
         self.counted_seconds_M, self.lost_seconds = np.zeros(num_replicas), 0.0
         self.num_counted, self.sum_stale = 0, 0
@@ -101,34 +105,31 @@ class _Fleet:
 
     def _opening(self, p: int) -> float:
         """The time at which the next round's first payload is in the store, if nobody fails before."""
-        ready_M = np.where(
-            np.isfinite(self.waits_PM[p]),
-            self.waits_PM[p],
-            np.maximum(self.sent_PM[p] + self.run.sync_every * self.step_M, self.up_free_M)
-            + (self.upload_M + self.trip_M),
-        )
-        ready_M[self.is_gone_M] = np.inf
-        return max(float(ready_M.min()), self.decided_P[p])
+        ready_M = np.maximum(self.due_PM[p], self.up_free_M) + (self.upload_M + self.trip_M)
+        ready_M[self.is_gone_M | np.isfinite(self.waits_PM[p])] = np.inf
+        opens = float(ready_M.min())
+        if math.isinf(opens):  # late payloads alone: one that waits decides when its patience is over
+            late_M = self.sent_PM[p] + (self.run.overlap_steps + self.patience) * self.step_M
+            opens = float(np.where(self.is_gone_M, np.inf, np.maximum(late_M, self.waits_PM[p])).min())
+        return max(opens, self.decided_P[p])
 
     def take_outer_step(self) -> None:
         """Decide and take the outer step of the fragment whose round opens next."""
-        p = int(self.opens_P.argmin())
-        while self._has_events(self.opens_P[p]):
-            self.opens_P[p] = self._opening(p)
+        while True:
             p = int(self.opens_P.argmin())
-        opens = self.opens_P[p]
-        if not math.isfinite(opens):  # nobody is there
-            self._pass_events(float(self.event_M.min()))
-            self.opens_P[:] = [self._opening(q) for q in range(self.run.num_fragments)]
-            return self.take_outer_step()
-        send_M, arrival_M = self._sends(p, opens)
-        decision = self._decision(send_M, arrival_M)
-        if decision is None:  # a quorum that is not there: until somebody comes
-            self._pass_events(float(self.event_M.min()))
-            self.opens_P[p] = max(self._opening(p), self.now)
-            return self.take_outer_step()
-        self._count(p, send_M, arrival_M, *decision)
-        return None
+            opens = self._opening(p)
+            if opens > self.opens_P[p]:
+                self.opens_P[p] = opens
+            elif math.isinf(opens):  # nobody is there
+                self._pass_events(float(self.event_M.min()))
+                self.opens_P[:] = 0.0
+            elif not self._has_events(opens):
+                send_M, arrival_M = self._sends(p, opens)
+                if decision := self._decision(opens, send_M, arrival_M):
+                    return self._count(p, send_M, arrival_M, *decision)
+                # A quorum that is not there: nobody decides until somebody comes.
+                self._pass_events(float(self.event_M.min()))
+                self.decided_P[p] = self.now
 
     def _has_events(self, time: float) -> bool:
         """Let replicas fail and join up to a time; True if any did."""
@@ -152,7 +153,8 @@ class _Fleet:
         self.event_M[joins] = since + self._lives(self.mean_up_M[joins])
         self.last_outer_M[joins] = self.num_outer
         self.up_free_M[joins] = self.down_free_M[joins] = since
-        self.sent_PM[:, joins] = self.counted_PM[:, joins] = since
+        self.counted_PM[:, joins] = self.since_M[joins] = since
+        self.due_PM[:, joins] = since + self.first_P[:, None] * self.step_M[joins]
         self.waits_PM[:, joins] = np.inf  # its join fences the replica that it was
 
     def _fail(self, fails: Places) -> None:
@@ -168,23 +170,19 @@ class _Fleet:
 
     def _sends(self, p: int, opens: float) -> tuple[Floats, Floats]:
         """When each replica has sent, and when its payload is in the store; infinity if it never is."""
-        run, sent_M = self.run, self.sent_PM[p]
-        step_M = self._step_seconds()
-        waits_M = self.waits_PM[p]
-        is_waiting_M = np.isfinite(waits_M)
-        look_M = self.random.random(len(sent_M))
+        run, waits_M, step_M = self.run, self.waits_PM[p], self._step_seconds()
+        due_M = self.due_PM[p]
+        look_M = self.random.random(len(due_M))
         seen_M = opens + look_M * run.poll_seconds + self.trip_M
-        # A replica looks at the end of a step.
-        seen_M = sent_M + np.ceil(np.maximum(seen_M - sent_M, 0.0) / step_M) * step_M
-        send_M = np.minimum(
-            sent_M + run.sync_every * step_M, np.maximum(sent_M + self.early_steps * step_M, seen_M)
-        )
+        # It looks at the end of a step.
+        wait_M = np.floor(np.maximum(due_M - seen_M, 0.0) / step_M) * step_M
+        send_M = due_M - np.minimum(wait_M, (run.sync_every - self.early_steps) * step_M)
+        send_M = np.maximum(send_M, self.since_M + step_M)
         arrival_M = np.maximum(send_M, self.up_free_M) + (self.upload_M + self.trip_M)
         arrival_M += 1e-6 * look_M  # no two at once
-        arrival_M = np.where(is_waiting_M, waits_M, arrival_M)
-        send_M = np.where(is_waiting_M, sent_M, send_M)
-        arrival_M[~is_waiting_M & (self.is_gone_M | (arrival_M > self.event_M))] = np.inf
-        return send_M, arrival_M
+        is_waiting_M = np.isfinite(waits_M)
+        arrival_M[self.is_gone_M | (arrival_M > self.event_M)] = np.inf
+        return np.where(is_waiting_M, self.sent_PM[p], send_M), np.where(is_waiting_M, waits_M, arrival_M)
 
     def _step_seconds(self) -> Floats:
         """The mean step time of each replica until its next send."""
@@ -194,14 +192,14 @@ class _Fleet:
         sigma_M = self.run.each([kind.stragglers.step_variation for kind in kinds]) / self.run.sync_every**0.5
         return self.step_M * np.maximum(0.1, 1 + sigma_M * self.random.standard_normal(len(sigma_M)))
 
-    def _decision(self, send_M: Floats, arrival_M: Floats) -> tuple[float, Mask] | None:
+    def _decision(self, opens: float, send_M: Floats, arrival_M: Floats) -> tuple[float, Mask] | None:
         """The time of the decision, and the replicas that it counts; None if there can't be any yet."""
         run, is_here_M = self.run, np.isfinite(arrival_M)
         active_M = ~self.has_left_M & (self.last_outer_M >= last_recent(self.num_outer, run.num_fragments))
         num_active = np.count_nonzero(active_M)
         arrival_K, active_K = np.sort(arrival_M[is_here_M]), np.sort(arrival_M[is_here_M & active_M])
         can_decide_M = is_here_M & ~self.is_gone_M
-        overlap_M = send_M + run.overlap_steps * self.step_M
+        overlap_M = np.maximum(send_M, opens) + run.overlap_steps * self.step_M
         needs = [least_payloads(run.quorum, num_active, after_patience=late) for late in (False, True)]
         best, last = math.inf, 0.0
         for kind, place in zip(run.machines, self.places, strict=True):
@@ -244,6 +242,7 @@ class _Fleet:
         np.copyto(base_M, self.rounds_P[p] - behind_M, where=sends_M, casting="unsafe")
         np.copyto(self.up_free_M, arrival_M - self.trip_M, where=sends_M)
         np.copyto(sent_M, send_M, where=sends_M)
+        np.copyto(self.due_PM[p], send_M + run.sync_every * self.step_M, where=sends_M)
         np.copyto(waits_M, arrival_M, where=sends_M)
 
         stale_M = self.rounds_P[p] - base_M
@@ -256,6 +255,8 @@ class _Fleet:
         self.counted_seconds_M += np.where(counted_M, (sent_M - self.counted_PM[p]) / run.num_fragments, 0.0)
         np.copyto(self.counted_PM[p], sent_M, where=counted_M)
         self.last_outer_M[counted_M] = self.num_outer
+        # One that came late sends with the others from now on.
+        np.copyto(self.due_PM[p], known_M + run.sync_every * self.step_M, where=counted_M & (stale_M > 0))
         waits_M[counted_M | ((waits_M <= time) & (stale_M >= run.max_stale))] = np.inf
         if self.num_delays < _MOST_SAMPLES:
             fresh_M = counted_M & sends_M
@@ -264,7 +265,7 @@ class _Fleet:
             self.num_delays += len(looks)
         self.down_free_M = np.maximum(self.down_free_M, self.opens_P[p]) + (num_counted - 1) * self.download_M
         self.decided_P[p], self.now = time, max(self.now, time)
-        self.opens_P[p] = self._opening(p)
+        self.opens_P[p] = time
 
     def outcome(self) -> Outcome:
         """The numbers of the outer steps so far."""
