@@ -38,9 +38,9 @@ def in_store(run: FleetRun, *, num_outer_steps: int, seed: int = 0) -> Outcome:
 
     >>> from diloco.simulator.fleet import Machines
     >>> home = Machines(name="4090", count=8, step_seconds=1.0, up_mbit_s=20, down_mbit_s=100)
-    >>> outcome = in_store(FleetRun(machines=(home,), num_params=1e8, step_tokens=4096), num_outer_steps=50)
+    >>> outcome = in_store(FleetRun(machines=(home,), num_params=4e6, step_tokens=4096), num_outer_steps=50)
     >>> round(outcome.goodput, 2), outcome.contributors
-    (0.99, 8.0)
+    (1.0, 8.0)
     """
     fleet = _Fleet(run, seed)
     for _ in range(num_outer_steps):
@@ -70,7 +70,7 @@ class _Fleet:
         self.patience = run.sync_every if run.patience is None else run.patience
         self.early_steps = max(1, run.sync_every // 4)
         self.event_M = self._lives(self.mean_up_M)
-        """When each replica fails; when it joins again, if it is gone."""
+        """The time at which each replica fails, or at which it joins again if it is gone."""
         self.since_M = np.zeros(num_replicas)
         self.is_gone_M = np.zeros(num_replicas, dtype=bool)
         self.has_left_M = np.zeros(num_replicas, dtype=bool)
@@ -84,11 +84,11 @@ class _Fleet:
         self.sent_PM = np.zeros((num_fragments, num_replicas))
         self.counted_PM = np.zeros((num_fragments, num_replicas))
         self.waits_PM = np.full((num_fragments, num_replicas), np.inf)
-        """When it was in the store; infinity where there is none."""
+        """The time at which that was in the store; infinity where there is none."""
         self.base_PM = np.zeros((num_fragments, num_replicas), dtype=np.int64)
         self.rounds_P, self.decided_P = np.zeros(num_fragments, dtype=np.int64), np.zeros(num_fragments)
         self.opens_P = np.zeros(num_fragments)
-        """When the next round of each fragment opens, or a time before that."""
+        """A time at which the next round of each fragment opens, or one before that."""
         self.num_outer = 0
         self.counted_seconds_M, self.lost_seconds = np.zeros(num_replicas), 0.0
         self.num_counted, self.sum_stale = 0, 0
@@ -125,7 +125,7 @@ class _Fleet:
                 self.opens_P[:] = 0.0
             elif not self._has_events(opens):
                 send_M, arrival_M = self._sends(p, opens)
-                if decision := self._decision(opens, send_M, arrival_M):
+                if decision := self._decision(p, send_M, arrival_M):
                     return self._count(p, send_M, arrival_M, *decision)
                 # A quorum that is not there: nobody decides until somebody comes.
                 self._pass_events(float(self.event_M.min()))
@@ -169,7 +169,7 @@ class _Fleet:
         self.gone_seconds_M[fails] += self.pause_M[fails]
 
     def _sends(self, p: int, opens: float) -> tuple[Floats, Floats]:
-        """When each replica has sent, and when its payload is in the store; infinity if it never is."""
+        """The time of each replica's send, and that from which its payload is in the store; infinity for never."""
         run, waits_M, step_M = self.run, self.waits_PM[p], self._step_seconds()
         due_M = self.due_PM[p]
         look_M = self.random.random(len(due_M))
@@ -192,14 +192,15 @@ class _Fleet:
         sigma_M = self.run.each([kind.stragglers.step_variation for kind in kinds]) / self.run.sync_every**0.5
         return self.step_M * np.maximum(0.1, 1 + sigma_M * self.random.standard_normal(len(sigma_M)))
 
-    def _decision(self, opens: float, send_M: Floats, arrival_M: Floats) -> tuple[float, Mask] | None:
+    def _decision(self, p: int, send_M: Floats, arrival_M: Floats) -> tuple[float, Mask] | None:
         """The time of the decision, and the replicas that it counts; None if there can't be any yet."""
-        run, is_here_M = self.run, np.isfinite(arrival_M)
+        run, opens, is_here_M = self.run, self.opens_P[p], np.isfinite(arrival_M)
         active_M = ~self.has_left_M & (self.last_outer_M >= last_recent(self.num_outer, run.num_fragments))
-        num_active = np.count_nonzero(active_M)
+        num_active = int(np.count_nonzero(active_M))
         arrival_K, active_K = np.sort(arrival_M[is_here_M]), np.sort(arrival_M[is_here_M & active_M])
         can_decide_M = is_here_M & ~self.is_gone_M
-        overlap_M = np.maximum(send_M, opens) + run.overlap_steps * self.step_M
+        begin_M = np.where(np.isfinite(self.waits_PM[p]), opens, send_M)  # late ones wait for the new round
+        overlap_M = begin_M + run.overlap_steps * self.step_M
         needs = [least_payloads(run.quorum, num_active, after_patience=late) for late in (False, True)]
         best, last = math.inf, 0.0
         for kind, place in zip(run.machines, self.places, strict=True):
@@ -218,7 +219,7 @@ class _Fleet:
         return (best, arrival_M <= last) if math.isfinite(best) else None
 
     def _downloads(self, kind: Machines, place: slice, can: Mask, arrival_K: Floats) -> Floats:
-        """When the first of these replicas has the first k payloads: max over i ≤ k of arrival_i + (k − i) d."""
+        """The time at which the first of these has k payloads: max over i ≤ k of arrival_i + (k − i) d."""
         seconds = self.download_M[place.start]
         queue_K = np.arange(len(arrival_K)) * seconds
         here_K = np.maximum(np.maximum.accumulate(arrival_K - queue_K), self.down_free_M[place][can].min())
@@ -247,7 +248,7 @@ class _Fleet:
 
         stale_M = self.rounds_P[p] - base_M
         counted_M &= stale_M <= run.max_stale
-        num_counted = np.count_nonzero(counted_M)
+        num_counted = int(np.count_nonzero(counted_M))
         self.num_counted += num_counted
         self.sum_stale += int(stale_M.sum(where=counted_M))
         self.num_outer += 1
@@ -269,7 +270,7 @@ class _Fleet:
 
     def outcome(self) -> Outcome:
         """The numbers of the outer steps so far."""
-        run, seconds = self.run, self.now
+        run, seconds = self.run, float(self.now)
         possible = float((seconds / self.step_M).sum())
         read = float(((seconds - np.minimum(self.gone_seconds_M, seconds)) / self.step_M).sum())
         counted = float((self.counted_seconds_M / self.step_M).sum())

@@ -1,16 +1,19 @@
 """A fleet of machines that fail and come back, each one replica, and the run that they are to train."""
 
 import math
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.errors import UserError
+from diloco.errors import FileError, UserError
 from diloco.rendezvous.log.entries import Quorum, Rules
 from diloco.rendezvous.prices import Prices, Traffic
+from diloco.schema import converted, read_bytes
 from diloco.simulator.description import Stragglers
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -145,6 +148,20 @@ class FleetRun:
     def ideal_tokens_per_second(self) -> float:
         """The tokens that all machines would read together without failures and waits."""
         return sum(kind.count * self.step_tokens / kind.mean_step_seconds for kind in self.machines)
+
+
+def read_fleet(path: Path) -> FleetRun:
+    """A fleet and its run from TOML: the fields of `FleetRun`, and those of `Machines` in each [[machines]].
+
+    Raises:
+        FileError: if it is no such file, naming what is wrong.
+        UserError: if a number is out of range.
+    """
+    try:
+        values = tomllib.loads(read_bytes(path, most_bytes=1 << 20).decode())
+    except ValueError as error:
+        raise FileError(f"{path} can't be read: {error}") from error
+    return converted(values, FleetRun, source=str(path))
 
 
 Method = Literal["data_parallel", "elastic_data_parallel", "fixed", "store"]
