@@ -1,4 +1,4 @@
-"""Fleets of consumer machines that fail once a day: methods, ways to combine, and their cost, by number of machines.
+"""Fleets of consumer machines that fail once a day: methods, ways to combine, and cost, by number of machines.
 
     python benchmarks/fleets.py --output DIR
 
