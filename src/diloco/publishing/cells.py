@@ -35,6 +35,7 @@ from diloco.wire.kernels.native import Native, native
 CHUNK = 1 << 17
 """Cells that are coded together, at most: with their positions and steps they fit the cache."""
 _COUNTS = struct.Struct("<IIIBB")
+_SAMPLE = 1 << 12
 _MOST_BIT = 62
 """The largest parameter: so y is below 2^64."""
 
@@ -84,9 +85,8 @@ def decode(lengths: Sequence[int], body: memoryview, into_N: Cells, *, only_chec
         chunks = zip(pairwise(ends), _chunks(len(into_N)), strict=True)
         return sum(_decode_chunk(body[start:end], into_N[some], only_check) for (start, end), some in chunks)
     decode = compiled.function(f"cells{into_N.itemsize}_decode", *_DECODE, result=c_int64)
-    body_at = np.frombuffer(body, np.uint8).ctypes.data
-    sizes = len(into_N), CHUNK, only_check
-    num_changed = decode(body_at, np.array(lengths, np.uint32).ctypes.data, into_N.ctypes.data, *sizes)
+    memory = np.frombuffer(body, np.uint8), np.array(lengths, np.uint32), into_N  # held while it is used
+    num_changed = decode(*(array.ctypes.data for array in memory), len(into_N), CHUNK, only_check)
     if num_changed == -(1 << 63):
         raise MemoryError
     _check(num_changed >= 0)
@@ -183,8 +183,9 @@ def gap_parameter(num_cells: int, num_changed: int) -> int:
 
 
 def step_parameter(least_k: NDArray[np.uint64], bits: int) -> int:
-    """The e of the shortest fourth and fifth plane, by an estimate from the bit lengths of |s| − 1."""
-    counts = [int(count) for count in np.bincount(_bit_lengths(least_k), minlength=bits)]
+    """The e of the shortest fourth and fifth plane, by an estimate from the bit lengths of a sample of |s| − 1."""
+    sample = least_k[:: len(least_k) // _SAMPLE + 1]
+    counts = [int(count) for count in np.bincount(_bit_lengths(sample), minlength=bits)]
 
     def cost(e: int) -> int:
         longer = enumerate(counts[e + 1 :], e + 1)
