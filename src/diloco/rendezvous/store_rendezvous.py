@@ -1,6 +1,5 @@
 """StoreRendezvous: replicas that come and go meet in a directory or a bucket."""
 
-import json
 import logging
 import re
 import secrets
@@ -24,7 +23,7 @@ from diloco.rendezvous.log.run import MOST_TOKENS, RunState
 from diloco.rendezvous.log_thread import Background, LogThread
 from diloco.rendezvous.objects import Objects
 from diloco.rendezvous.store import Store
-from diloco.schema import checked_name
+from diloco.schema import checked_name, json_facts
 
 _LOG = logging.getLogger("diloco")
 _T = TypeVar("_T")
@@ -99,7 +98,7 @@ class StoreRendezvous:
         self._url, self._patience, self._timeout_seconds = str(url), patience, timeout_seconds
         self._signer: Signer = signer_of_environment() if key is None else Signer.of_file(key)
         self._store = Store.open(self._url)
-        self._facts, self._memory_bytes = _json(facts or {}), memory_bytes
+        self._facts, self._memory_bytes = json_facts(facts or {}), memory_bytes
         self._poll_seconds = poll_seconds or (0.02 if self._store.is_directory else 0.5)
         asked = {"quorum": quorum, "num_replicas": num_replicas, "weights": weights, "max_stale": max_stale}
         asked |= {"snapshot_rounds": snapshot_rounds, "num_shares": num_shares, "num_slots": num_slots}
@@ -458,14 +457,6 @@ def _rules(asked: Mapping[str, Any], form: Form) -> Rules:
         )
     default: dict[str, Any] = {} if form.second is None else {"num_shares": _NUM_SHARES}
     return Rules(num_fragments=len(form.sizes), **(default | dict(asked)))
-
-
-def _json(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts as the log holds them."""
-    try:
-        return json.loads(json.dumps(dict(facts), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"facts={facts!r} must hold finite numbers and strings: {error}", "facts") from None
 
 
 def _name(name: str | None) -> str:
