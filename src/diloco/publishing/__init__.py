@@ -1,1 +1,1 @@
-"""Publish a model's weights to a store as they are trained, and follow them from anywhere."""
+"""Weights that anybody may follow: versions in a store, whole or as lossless differences."""
