@@ -154,9 +154,9 @@ class RunPublisher:
             self._has_published = True
             body = version.difference or version.whole
             assert body is not None, "a version has a body"
-            what = "round" if "round" in work.facts else "step"
+            unit = "round" if "round" in work.facts else "step"
             skipped, self._skipped = self._skipped, []
-            text = f"; {what}s {', '.join(skipped)} came meanwhile and were skipped" if skipped else ""
+            text = f"; {unit}s {', '.join(skipped)} came meanwhile and were skipped" if skipped else ""
             _LOG.info(
                 "version %d of step %d is published: %d bytes%s",
                 version.number,
