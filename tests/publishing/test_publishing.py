@@ -170,7 +170,10 @@ def test_a_publication_that_failed_is_made_again(moto: Server, use_environment: 
         use_environment(moto.through(proxy.url))
         with diloco.Publisher(url, dtype=None, timeout_seconds=0.5) as publisher, diloco.Follower(url) as follower:
             publisher.publish(state, step=0)
-            for faults, number in (({"outage": True}, 1), ({"lose_answers": 1.0, "only": "versions/"}, 2)):
+            for faults, number in (
+                ({"outage": True}, 1),
+                ({"lose_answers": 1.0, "only": "versions/0000000002"}, 2),
+            ):
                 proxy.set(**faults)
                 state = changed(state, number)
                 with pytest.raises(StoreUnreachableError):
