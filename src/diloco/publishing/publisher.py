@@ -97,8 +97,9 @@ class Publisher:
         self._newest: Version | None = None
         """The newest version of the place, once it is known; `_chain` holds it, unless it is damaged there."""
         self._is_known = False
-        self._after_failure: list[Held | None] = []
-        """The versions that may be the newest after a publication that failed: the one before it, and its own."""
+        self._after_failure: list[tuple[Version | None, Held | None]] = []
+        """The versions that may be the newest after a publication that failed: the one before it, and its own;
+        each with its state, unless it is damaged in the store."""
         self._lost = ""
         """The reason why this place is another publisher's."""
         self._has_cleaned = False
@@ -193,7 +194,7 @@ class Publisher:
             files=_named(files, newest),
         )
         head = self._head(version)
-        self._is_known, self._after_failure = False, [before, Held(version, state)]
+        self._is_known, self._after_failure = False, [(newest, before), (version, Held(version, state))]
         for kind, body in bodies.items():
             await upload(self._store, number, body, buffers[kind], self._patience)
         for name, content in (files or {}).items():
@@ -208,22 +209,20 @@ class Publisher:
         """Find the newest version at the first publication, and after one that failed."""
         if self._lost:
             raise UserError(self._lost, "url")
-        if self._is_known and self._is_alone:
-            # A directory that is not mounted any more looks like an empty place.
-            if self._newest is not None and await self._chain.version(self._newest.number) is None:
-                raise StoreUnreachableError(f"{self._newest.name} is gone from {self._store.url}: bring it back")
-            return
-        numbers = await self._chain.numbers()
+        numbers = [self._newest.number] if self._newest is not None and self._is_known and self._is_alone else []
+        numbers = numbers or await self._chain.numbers()
         try:
             newest = await self._chain.version(numbers[-1]) if numbers else None
         except PayloadError as error:
             raise UserError(
                 f"{error}: publish with the key of the versions there, or at a URL of its own"
             ) from None
+        if newest is None and self._newest is not None:  # such as a directory that is not mounted any more
+            raise StoreUnreachableError(f"{self._newest.name} is gone from {self._store.url}: bring it back")
         if self._after_failure and self._is_alone:
-            known = [held for held in self._after_failure if newest == (held and held.version)]
+            known = [held for version, held in self._after_failure if version == newest]
             if not known:
-                self._lose(numbers[-1] if numbers else 0)
+                self._lose(numbers[-1])
             self._chain.held = known[0]
         elif newest is not None and newest != self._newest:
             try:

@@ -9,6 +9,7 @@ the parameters after a step.
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,6 +143,8 @@ class RunPublisher:
         try:
             tensors = {self.config.model.published_name(name): tensor for name, tensor in work.tensors.items()}
             version = self._publisher.publish(tensors, step=work.step, facts=work.facts, files=files)
+        except CancelledError:
+            pass  # the run ends
         except OvertakenError as error:
             _LOG.info("%s", error)
         except UserError as error:
