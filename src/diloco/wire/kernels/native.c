@@ -643,6 +643,7 @@ INLINE int64_t find_changes(const uint8_t *old, const uint8_t *new, int64_t n, i
         memcpy(c->least + j * size, &least, (size_t)size);
         c->down[j] = (uint8_t)is_down;
     }
+    memset(c->down + k, 0, 64);  // bits_of_flags reads 64
     return k;
 }
 
