@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import thread as threads
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,15 @@ _CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000
 
 
 def fork_pythons() -> None:
-    """From now on, this process forks itself where `subprocess` or a forkserver would start Python anew."""
+    """From now on, this process forks itself where `subprocess` or `multiprocessing` would start Python anew."""
     execute, spawn = subprocess.Popen._execute_child, util.spawnv_passfds
 
     def execute_child(self: Any, args: Any, *others: Any) -> None:
         words = [args] if isinstance(args, (str, bytes)) else [*map(os.fspath, args)]
         at = words.index(sys.executable) if sys.executable in words[:-1] else -1
-        if at < 0 or re.fullmatch("-[^cm]", words[at + 1]):
+        if at < 0 or re.fullmatch("-[^cmu]", words[at + 1]) or words[at + 1 : at + 3] == ["-m", "pytest"]:
             return execute(self, args, *others)
-        prefix, words = words[:at], words[at + 1 :]
+        prefix, words = words[:at], [word for word in words[at + 1 :] if word != "-u"]
         _, preexec_fn, _, pass_fds, cwd, env, *_ = others
         streams, start_new_session = others[9:15], others[20]
 
@@ -56,9 +57,9 @@ def fork_pythons() -> None:
 
     def spawnv_passfds(path: Any, args: Any, passfds: Collection[int]) -> int:
         words = [*map(os.fsdecode, args)]
-        if "multiprocessing.forkserver" not in words[-1]:
+        if not re.match("from multiprocessing.(forkserver|spawn) ", code := words[words.index("-c") + 1]):
             return spawn(path, args, passfds)
-        return _forked(lambda: _keep_open(passfds), words[-2:], None)
+        return _forked(lambda: _keep_open(passfds), ["-c", code, *words[words.index("-c") + 2 :]], None)
 
     subprocess.Popen._execute_child = execute_child
     util.spawnv_passfds = spawnv_passfds
@@ -82,10 +83,10 @@ def _forked(begin: Callable[[], None], words: Sequence[str], environment: Mappin
 
 def _keep_open(descriptors: Collection[int]) -> None:
     """Close all files but the three streams and these, as a new interpreter would find it."""
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) not in descriptors:
+    for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if descriptor > 2 and descriptor not in descriptors:
             with contextlib.suppress(OSError):
-                os.close(int(name))
+                os.close(descriptor)
 
 
 def _enter(prefix: Sequence[str]) -> None:
@@ -110,11 +111,12 @@ def _be_python(words: Sequence[str], environment: Mapping[str, str] | None) -> i
     atexit._clear()
     util._finalizer_registry.clear()
     multiprocessing.process._children.clear()
+    threads._threads_queues.clear()  # those of the process that was forked are not here
     forkserver._forkserver.__init__()
     resource_tracker._resource_tracker.__init__()
     atexit.register(util._exit_function)
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: PTH123, SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: PTH123, SIM115
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     code: Any = None
     try:
         if words[0] == "-c":
