@@ -23,6 +23,7 @@ import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 from tests.memory import backgrounds
+from tests.processes import SAMPLES
 from tests.servers import azurite as azurite
 from tests.servers import directory as directory
 from tests.servers import moto as moto
@@ -153,7 +154,7 @@ def finished_run(once, small_corpus: Path) -> Path:
         shutil.copy(small_corpus, folder / "text.jsonl")
         flags = ["--num-tokens", "61440", "--log-layer-cosine", "--evaluation.every-steps", "60"]
         flags += ["--data.cache", str(folder / "data"), *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT]
-        process = run(folder, "--name", "streaming", *flags)
+        process = run(folder, "--name", "streaming", *flags, **SAMPLES)
         assert process.returncode == 0, process.stdout + process.stderr
         assert not process.stderr, process.stderr
         (folder / "printed.txt").write_text(process.stdout)
