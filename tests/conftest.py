@@ -67,13 +67,14 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    settings.load_profile("quick" if config.getoption("markexpr") == "not slow" else "all")
+    is_quick = config.getoption("markexpr") == "not slow"
+    settings.load_profile("quick" if is_quick else "all")
     if num_examples := config.getoption("hostile_examples"):
         random = settings(settings.get_profile("all"), derandomize=False, database=None)
         settings.register_profile("hostile", random, max_examples=num_examples)
         config.option.timeout = 0  # as long as it takes
     else:
-        settings.register_profile("hostile", settings.get_profile("all"), max_examples=50)
+        settings.register_profile("hostile", settings.get_profile("all"), max_examples=25 if is_quick else 50)
 
 
 @pytest.hookimpl(optionalhook=True)
