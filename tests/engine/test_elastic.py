@@ -427,3 +427,24 @@ def test_with_the_quorum_all_a_missing_replica_ends_the_wait_with_one_sentence(t
     with pytest.raises(ExchangeError, match=r"no decision about fragment 0 came within 1 s: see with"):
         for _ in range(20):
             ours.step()
+
+
+@pytest.mark.slow
+def test_a_replica_with_a_long_overlap_looks_seldom_for_payloads_that_do_not_come(tmp_path, monkeypatch) -> None:
+    ours, other = Replica(str(tmp_path), name="ours"), Replica(str(tmp_path), name="other")
+    until(lambda: min(min(counted(ours)), min(counted(other))) >= 0, ours, other)
+    thread, asked = ours.exchange._seated.log_thread, list[str]()
+    get = thread._store.get
+
+    async def counting(name: str, **settings):
+        asked.append(name)
+        return await get(name, **settings)
+
+    monkeypatch.setattr(thread._store, "get", counting)
+    thread.overlap_seconds = 8.0  # so at most a second passes between two looks
+    time.sleep(2.5)
+    assert sum(name.startswith("payloads/") for name in asked) < 15, "with polls of 4 ms there were 600"
+    rounds = min(ours.rounds) + 1
+    until(lambda: min(ours.rounds) >= rounds and min(counted(other)) >= 0, ours, other)
+    ours.finish()
+    other.finish()

@@ -136,8 +136,9 @@ class ExactFleet:
 
     def stored(self, contribution: Contribution, p: int) -> None:
         for peer in self.peers:
-            if peer.number != contribution.replica:
-                self.at(self.look(peer, self.now), self.seen, peer, contribution, p)
+            if peer.number != contribution.replica:  # each looks for it at times of its own
+                wait = self.random.random() * self.run.longest_poll_seconds + peer.trip_seconds
+                self.at(self.now + wait, self.seen, peer, contribution, p)
 
     def seen(self, peer: Peer, contribution: Contribution, p: int) -> None:
         peer.down_free = max(self.now, peer.down_free) + peer.download_seconds

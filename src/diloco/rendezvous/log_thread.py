@@ -29,6 +29,7 @@ from diloco.rendezvous.log.log import FOR_EVER, Log, LostEntryError, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState
 from diloco.rendezvous.objects import Objects
 from diloco.rendezvous.payloads import Access, Averager, Inbox, Outbox
+from diloco.rendezvous.prices import longest_poll
 from diloco.rendezvous.store import Store
 
 _POLLS_PER_LOOK = 60
@@ -213,6 +214,8 @@ class LogThread:
 
     def __init__(self, store: Store, log: Log, own: int, form: Form, signer: Signer, pace: Pace) -> None:
         self.step = 0
+        self.overlap_seconds = 0.0
+        """τ inner steps, of the last own offer, at this replica's pace."""
         self.draining_since: float | None = None
         """Time at which the training thread took the last of its `step` inner steps; None while it takes more."""
         self.bases: Sequence[tuple[int, int]] = ((-1, 0),) * len(form.sizes)
@@ -231,6 +234,7 @@ class LogThread:
             own=own,
             signer=signer,
             poll_seconds=pace.poll_seconds,
+            longest_poll=self._longest_poll,
             newest=self._newest,
         )
         self.inbox = Inbox(access, memory_bytes=pace.memory_bytes, on_arrival=self._on_arrival)
@@ -333,6 +337,14 @@ class LogThread:
                     await self._changed.wait()
             except TimeoutError:
                 pass
+
+    def _longest_poll(self) -> float:
+        """The time between two looks for a payload that does not come: an eighth of τ.
+
+        A replica asks for one of each other: at 0.5 s a thousand of them would pay most of their bill for that.
+        """
+        overlap_seconds = self.overlap_seconds if self.draining_since is None else 0.0
+        return longest_poll(self._pace.poll_seconds, overlap_seconds)
 
     async def _newest(self) -> RunState:
         """The state after all entries that are in the log now."""

@@ -305,6 +305,7 @@ class _StoreSeat:
 
     def offer(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor | None) -> None:
         """Start to upload an outer gradient, and return at once."""
+        self.log_thread.overlap_seconds = offer.overlap * self._step_seconds
         self._background.call(self.log_thread.outbox.put, offer, payloads, values_N)
 
     def step(
@@ -389,9 +390,13 @@ class _StoreSeat:
         if self._is_closing or self.log_thread.state.closed:
             return
         self._is_closing = True
+        self._background.run(self.log_thread.close(self._step_seconds, self._timeout_seconds))
+
+    @property
+    def _step_seconds(self) -> float:
+        """The mean time of an inner step so far."""
         then, first_step = self._begin or (time.monotonic(), 0)
-        step_seconds = (time.monotonic() - then) / max(1, self.log_thread.step - first_step)
-        self._background.run(self.log_thread.close(step_seconds, self._timeout_seconds))
+        return (time.monotonic() - then) / max(1, self.log_thread.step - first_step)
 
     def leave(self, *, seconds: float | None = None) -> None:
         """Wait for own uploads and leave; see `StoreRendezvous.leave`."""

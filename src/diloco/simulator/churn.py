@@ -173,7 +173,7 @@ class _Fleet:
         run, waits_M, step_M = self.run, self.waits_PM[p], self._step_seconds()
         due_M = self.due_PM[p]
         look_M = self.random.random(len(due_M))
-        seen_M = opens + look_M * run.poll_seconds + self.trip_M
+        seen_M = opens + look_M * run.longest_poll_seconds + self.trip_M
         # It looks at the end of a step.
         wait_M = np.floor(np.maximum(due_M - seen_M, 0.0) / step_M) * step_M
         send_M = due_M - np.minimum(wait_M, (run.sync_every - self.early_steps) * step_M)
@@ -223,7 +223,7 @@ class _Fleet:
         seconds = self.download_M[place.start]
         queue_K = np.arange(len(arrival_K)) * seconds
         here_K = np.maximum(np.maximum.accumulate(arrival_K - queue_K), self.down_free_M[place][can].min())
-        looks = self.run.poll_seconds / 2 + 2 * kind.latency_seconds  # for the last of them
+        looks = self.run.longest_poll_seconds / 2 + 2 * kind.latency_seconds  # for the last of them
         here_K += queue_K + looks
         if self.run.shares > 1:  # its average is uploaded, and the others' are read
             fragment_mbit = 8e-6 * self.run.fragment_bytes
@@ -283,7 +283,13 @@ class _Fleet:
             payload_bytes=run.fragment_bytes,
             average_bytes=0 if run.shares == 1 else run.fragment_bytes,
             num_shares=run.shares,
-        ) + polling(run.num_replicas, poll_seconds=run.poll_seconds, seconds=seconds)
+        ) + polling(
+            run.num_replicas,
+            poll_seconds=run.poll_seconds,
+            seconds=seconds,
+            longest_seconds=run.longest_poll_seconds,
+            num_payloads=self.num_counted,
+        )
         return Outcome(
             method="store",
             seconds=seconds,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from diloco.errors import FileError, UserError
 from diloco.rendezvous.log.entries import Quorum, Rules
-from diloco.rendezvous.prices import Prices, Traffic
+from diloco.rendezvous.prices import Prices, Traffic, longest_poll
 from diloco.schema import converted, read_bytes
 from diloco.simulator.description import Stragglers
 
@@ -119,6 +119,12 @@ class FleetRun:
     def num_replicas(self) -> int:
         """M."""
         return sum(kind.count for kind in self.machines)
+
+    @property
+    def longest_poll_seconds(self) -> float:
+        """Time between two looks of a replica for a payload that does not come."""
+        step_seconds = np.mean([kind.mean_step_seconds for kind in self.machines])
+        return longest_poll(self.poll_seconds, self.overlap_steps * float(step_seconds))
 
     @property
     def fragment_bytes(self) -> float:
