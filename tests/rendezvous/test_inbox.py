@@ -41,7 +41,7 @@ class Taken(Inbox):
 
         form = Form(codec=codec("fp32"), sizes=(2,) * P, seed=0)
         objects: Any = SimpleNamespace(payload=payload, form=form)
-        access: Any = SimpleNamespace(objects=objects, state=state, own=1, poll_seconds=0.001)
+        access: Any = SimpleNamespace(objects=objects, state=state, own=1, poll_seconds=0.001, longest_poll=float)
         super().__init__(access, memory_bytes=1 << 10, on_arrival=lambda: None)
 
     def put(self, header: Any, own: Any = ()) -> None:
