@@ -30,8 +30,8 @@ def replay_of(folder: Path) -> Replay:
 
 def hurried(replica: Replica) -> Replica:
     """A replica that waits for others no longer than a moment before it closes the run."""
-    follower = replica.exchange._seated.follower
-    follower._pace = replace(follower._pace, close_seconds=0.4, patience=0)
+    log_thread = replica.exchange._seated.log_thread
+    log_thread._pace = replace(log_thread._pace, close_seconds=0.4, patience=0)
     return replica
 
 
@@ -190,8 +190,8 @@ def test_an_outer_step_that_comes_with_the_entry_that_closes_the_run_is_taken(tm
     ours.engine.finish(close=True)
     ours.exchange.leave()
     seat, rounds = late.engine._membership.joined.seat, list(late.rounds)
-    with seat.follower.news:
-        assert seat.follower.news.wait_for(lambda: seat.follower.closed, 20)
+    with seat.log_thread.news:
+        assert seat.log_thread.news.wait_for(lambda: seat.log_thread.closed, 20)
     step = seat.step
 
     def nothing_while_it_merges(*arguments, is_last: bool = False, **others) -> News:
@@ -203,6 +203,7 @@ def test_an_outer_step_that_comes_with_the_entry_that_closes_the_run_is_taken(tm
     late.exchange.leave()
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_at_the_end_is_waited_for_and_then_said(tmp_path, monkeypatch, caplog) -> None:
     ours = Replica(str(tmp_path), name="ours", timeout_seconds=2)
     until(lambda: min(counted(ours)) >= 0 and not ours.engine._membership.in_flight, ours)
