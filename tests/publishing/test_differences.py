@@ -98,6 +98,20 @@ def test_the_new_state_is_the_old_one_with_the_difference_bit_by_bit(states, chu
     assert (digest == content_digest(new)) == (num_changed == 0)
 
 
+@pytest.mark.parametrize("density", [1e-5, 0.01, 0.3, 1.0])
+def test_whole_chunks_have_the_same_bytes_in_both_forms(density):
+    rng, bodies = np.random.default_rng(7), set()
+    old = {str(d): tensor_of(rng, d, (cells.CHUNK + 1000,)) for d in (torch.bfloat16, torch.float32)}
+    new = {name: changed(rng, tensor, density, 5) for name, tensor in old.items()}
+    for name in IMPLEMENTATIONS:
+        state = {name: tensor.clone() for name, tensor in old.items()}
+        with implementation(name):
+            bodies.add(body := difference_of(old, new))
+            apply_to(state, body, source="version 1")
+        assert content_digest(state) == content_digest(new)
+    assert len(bodies) == 1
+
+
 @settings(max_examples=100)
 @given(states=pairs(), seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_a_damaged_difference_is_refused_or_means_one_thing_and_never_half_of_it(states, seed, data):
