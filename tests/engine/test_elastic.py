@@ -109,14 +109,14 @@ def left_behind(folder: Path, *, num_rounds: int, **settings) -> tuple[Replica, 
     until(lambda: min(fast.rounds) >= 2 and min(slow.rounds) >= 2, fast, slow)
     last_round = max(slow.rounds) + num_rounds
     until(lambda: min(fast.rounds) >= last_round, fast)
-    until(lambda: len(slow.exchange._seated.follower.decisions) >= MOST_DECISIONS_PER_FRAGMENT * P, fast)
+    until(lambda: len(slow.exchange._seated.log_thread.decisions) >= MOST_DECISIONS_PER_FRAGMENT * P, fast)
     return fast, slow
 
 
 def test_few_decisions_wait_for_a_replica_that_takes_no_steps_and_then_all_are_taken(tmp_path) -> None:
     # Each payload is downloaded again.
     fast, slow = left_behind(tmp_path, num_rounds=10, memory_bytes=1)
-    waiting = slow.exchange._seated.follower.decisions
+    waiting = slow.exchange._seated.log_thread.decisions
     assert len(waiting) == MOST_DECISIONS_PER_FRAGMENT * P, "as in a long evaluation"
     until(lambda: slow.rounds >= fast.rounds, slow)
     run = replayed(tmp_path, theta0())

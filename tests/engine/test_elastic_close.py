@@ -30,8 +30,8 @@ def replay_of(folder: Path) -> Replay:
 
 def hurried(replica: Replica) -> Replica:
     """A replica that waits for others no longer than a moment before it closes the run."""
-    follower = replica.exchange._seated.follower
-    follower._pace = replace(follower._pace, close_seconds=0.4, patience=0)
+    log_thread = replica.exchange._seated.log_thread
+    log_thread._pace = replace(log_thread._pace, close_seconds=0.4, patience=0)
     return replica
 
 
@@ -171,8 +171,8 @@ def test_an_outer_step_that_comes_with_the_entry_that_closes_the_run_is_taken(tm
     ours.engine.finish(close=True)
     ours.exchange.leave()
     seat, rounds = late.engine._membership.joined.seat, list(late.rounds)
-    with seat.follower.news:
-        assert seat.follower.news.wait_for(lambda: seat.follower.closed, 20)
+    with seat.log_thread.news:
+        assert seat.log_thread.news.wait_for(lambda: seat.log_thread.closed, 20)
     step = seat.step
 
     def nothing_while_it_merges(*arguments, is_last: bool = False, **others) -> News:

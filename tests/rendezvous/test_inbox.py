@@ -149,7 +149,7 @@ def test_a_replica_that_does_not_average_on_a_cpu_keeps_no_values(tmp_path, monk
     until(lambda: min(counted(a) + counted(b)) >= 2, a, b)
     for replica in (a, b):
         replica.vanish()
-        inbox = replica.exchange._seated.follower.inbox
+        inbox = replica.exchange._seated.log_thread.inbox
         payloads = [payload for here in inbox.here for arrived in here.values() for payload in arrived.own]
         assert not any(payload.values is not None for payload in [*payloads, *inbox.memory._payloads.values()])
     run = replayed(tmp_path, theta0())

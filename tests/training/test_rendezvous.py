@@ -18,10 +18,10 @@ from diloco.cli.main import main
 from diloco.errors import DisagreementError, ExchangeError, Stopped, UserError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
-from diloco.rendezvous.follower import Follower
 from diloco.rendezvous.log.entries import Join, Leave, Outer
 from diloco.rendezvous.log.log import Log, first_entry
 from diloco.rendezvous.log.run import RunState
+from diloco.rendezvous.log_thread import LogThread
 from diloco.rendezvous.replay import replayed
 from diloco.rendezvous.store import Store
 from diloco.report.runs import summary_facts
@@ -272,7 +272,7 @@ def test_a_finished_run_whose_metrics_are_damaged_ends_well(config, tmp_path, ca
 
 
 def test_a_run_that_nobody_closes_is_summed_up_and_said(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(Follower, "_end", lambda follower: None)
+    monkeypatch.setattr(LogThread, "_end", lambda log_thread: None)
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), timeout_seconds=1.0, num_replicas=1)
     with pytest.raises(
         ExchangeError, match=r"the run was not closed within 1 s: .* are those after entry \d+ of"

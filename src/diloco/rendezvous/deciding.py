@@ -13,7 +13,7 @@ steps, and before its end nobody would merge.
 
 A payload that comes later counts in a later round, until it is too old. With the quorum `all` it waits for all of
 them, and the training thread's wait is bounded by `timeout_seconds`. One that an entry counts, and that is gone
-from the store, is replaced by a newer snapshot (`follower.Delivery`).
+from the store, is replaced by a newer snapshot (`log_thread.Delivery`).
 """
 
 import time

@@ -199,7 +199,7 @@ class Background:
         self._loop.close()
 
 
-class Follower:
+class LogThread:
     """Follows the log for one replica.
 
     Args:
@@ -355,7 +355,7 @@ class Follower:
 
     def _watch_members(self) -> None:
         """Look for the payloads of every replica that may send some."""
-        assert self._tasks is not None, "the follower runs"
+        assert self._tasks is not None, "the log thread runs"
         for replica, member in enumerate(self.state.members):
             if replica != self._own and replica not in self._watched and not (member.left or member.fenced):
                 self._watched.add(replica)
