@@ -119,7 +119,10 @@ IN_OTHER_TESTS = {
     "ray_train.py": "integrations/test_ray.py",
     "lightning_autoencoder.py": "integrations/test_lightning.py",
     **dict.fromkeys(
-        ("accelerate_loop.py", "transformers_trainer.py", "trl_sft.py", "sharded_replicas.py"),
+        (
+            *("accelerate_loop.py", "transformers_trainer.py", "trl_sft.py"),
+            *("rl_two_sites.py", "sharded_replicas.py"),
+        ),
         "integrations/test_transformers.py",
     ),
 }
