@@ -4,6 +4,7 @@ import re
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from types import MappingProxyType
 
 from torch import Tensor, nn
@@ -63,7 +64,6 @@ class Follower:
         self._chain = Chain(self._store, keys, timeout_seconds)
         self._timeout_seconds = timeout_seconds
         self._poll_seconds = poll_seconds or (0.05 if self._store.is_directory else 1.0)
-        self._num_polls = 0
         self._gone_since: float | None = None
         """Time at which the place of the held version was first seen empty."""
         self._is_iterated = False
@@ -96,13 +96,16 @@ class Follower:
             UserError: if it is of another model, or the versions begin anew.
             StoreError: if the store refuses a request, or gives no answer.
         """
-        return self._background.wait(self._update(), _FOR_EVER, self._store.url)
+        return self._background.wait(self._update(lists=True), _FOR_EVER, self._store.url)
 
     def __iter__(self) -> Iterator[Version]:
         try:
-            while True:
-                while (version := self.update()) is None:
+            for poll in count():
+                lists = poll % _POLLS_PER_LIST == 0
+                version = self._background.wait(self._update(lists=lists), _FOR_EVER, self._store.url)
+                if version is None:
                     time.sleep(self._poll_seconds)
+                    continue
                 self._is_iterated = True
                 yield version
                 self._is_iterated = False
@@ -170,9 +173,9 @@ class Follower:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def _update(self) -> Version | None:
+    async def _update(self, *, lists: bool) -> Version | None:
         for num_left in reversed(range(_MOST_TRIES)):
-            newest = await self._newer()
+            newest = await self._newer(lists=lists)
             if newest is None:
                 return None
             try:
@@ -185,14 +188,15 @@ class Follower:
                     ) from None
         return None
 
-    async def _newer(self) -> Version | None:
-        """The newest version, if it is newer than the held one."""
+    async def _newer(self, *, lists: bool) -> Version | None:
+        """The newest version, if it is newer than the held one.
+
+        Args:
+            lists: list all versions, even if there is no header with the next number: that may have been deleted.
+        """
         held = self.version
-        self._num_polls += 1
-        if held is not None and self._num_polls % _POLLS_PER_LIST != 1:
-            following = await self._chain.version(held.number + 1)
-            if following is None:
-                return None
+        if held is not None and not lists and await self._chain.version(held.number + 1) is None:
+            return None
         numbers = await self._chain.numbers()
         self._check_there(held, numbers)
         if not numbers or (held is not None and numbers[-1] <= held.number):

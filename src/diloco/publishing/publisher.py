@@ -26,7 +26,7 @@ from diloco.publishing.versions import (
 )
 from diloco.rendezvous.log.keys import Signer, signer_of_environment
 from diloco.rendezvous.log_thread import Background
-from diloco.rendezvous.store import Store, StoreError
+from diloco.rendezvous.store import Store, StoreError, StoreUnreachableError
 from diloco.schema import json_facts
 
 if TYPE_CHECKING:
@@ -199,6 +199,9 @@ class Publisher:
         if self._lost:
             raise UserError(self._lost, "url")
         if self._is_known:
+            # A directory that is not mounted any more looks like an empty place.
+            if self._newest is not None and await self._chain.version(self._newest.number) is None:
+                raise StoreUnreachableError(f"{self._newest.name} is gone from {self._store.url}: bring it back")
             return
         numbers = await self._chain.numbers()
         try:
@@ -216,6 +219,7 @@ class Publisher:
             try:
                 await self._chain.take(newest)
             except PayloadError as error:
+                self._chain.held = None  # an earlier version, perhaps
                 _LOG.warning("%s; a whole version follows", error)
         self._newest, self._is_known, self._after_failure = newest, True, []
 

@@ -70,7 +70,7 @@ class Version:
     digest: Digest
     """`content_digest` of the state: names, types, shapes and all bits."""
     facts: dict[str, Any]
-    """What else the publisher said, JSON by name."""
+    """Further statements of the publisher, JSON by name."""
     previous: Key
     """SHA-256 of the header before it; empty in version 0."""
     start: Count
@@ -361,7 +361,7 @@ class Chain:
                 raise GoneError(f"{name} is not in {self._store.url}: {version.name} was deleted meanwhile")
             if len(data) != stop - start:
                 raise PayloadError(
-                    f"{name} in {self._store.url} has {len(data):,} bytes, not {stop - start:,}: it was cut"
+                    f"{name} in {self._store.url} was cut short: it has {len(data):,} bytes, not {stop - start:,}"
                 )
             content_N[start:stop] = body_tensor(data)
 
