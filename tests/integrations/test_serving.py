@@ -3,7 +3,8 @@
 import json
 import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.ports import free_port
 
+import diloco
+from diloco.cli.main import main
 from diloco.errors import UserError
 from diloco.integrations.serving import KEY, InferenceServer, ServerError
 
@@ -26,6 +29,7 @@ class Serving(ThreadingHTTPServer):
         self.weights: dict[str, torch.Tensor] = {}
         self.version: str | None = None
         self.paused = False
+        self.directories: list[str] = []
         self.asked: list[str] = []
         self.keys: list[str | None] = []
         self.faults: dict[str, list[tuple[int, Any]]] = {}
@@ -34,6 +38,7 @@ class Serving(ThreadingHTTPServer):
 
     def load(self, directory: str) -> str:
         """Load weights whole, or name the reason why not."""
+        self.directories.append(directory)
         try:
             self.weights = load_file(Path(directory, "model.safetensors"))
         except OSError as error:
@@ -125,6 +130,7 @@ def test_each_version_is_loaded_whole_under_its_number(serving, tmp_path, monkey
         server.load(link, number)
         assert serving.weights["weight"].tolist() == [number] * 3 and serving.version == str(number)
         assert not serving.paused
+    assert serving.directories == [str(tmp_path / "3"), str(tmp_path / "4")], "no link, which may change meanwhile"
     assert serving.asked == 2 * LOAD[kind] and set(serving.keys) == {"Bearer secret"}
 
 
@@ -139,6 +145,51 @@ def test_a_vllm_that_keeps_no_version_loads(serving, tmp_path):
     serving.faults = {"/update_weight_version": [(404, {})]}
     InferenceServer.of(f"vllm:{serving.url}").load(saved(tmp_path / "1", 5), 1)
     assert serving.weights["weight"].tolist() == [5] * 3 and not serving.paused
+
+
+def wait_until(is_true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not come in time"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", LOAD)
+def test_diloco_follow_goes_on_after_a_version_that_a_server_did_not_load(serving, tmp_path, capsys, kind):
+    place, command = tmp_path / "place", ["follow", str(tmp_path / "place"), "--to", str(tmp_path / "to")]
+    command += ["--notify", f"{kind}:{serving.url}"]
+    refusal = {LOAD[kind][0]: [(401, b"no")]}
+    with diloco.Publisher(str(place)) as publisher:
+
+        def publish(step: int) -> None:
+            publisher.publish({"weight": torch.full((3,), float(step))}, step=step)
+
+        publish(10)
+        main([*command, "--once"])
+        assert serving.weights["weight"].tolist() == [10] * 3 and serving.version == "0"
+        serving.faults = {endpoint: list(answers) for endpoint, answers in refusal.items()}
+        with pytest.raises(SystemExit, match="1"):
+            main([*command, "--once"])
+
+        def publish_two_and_stop() -> None:
+            wait_until(lambda: serving.version == "0")
+            serving.faults = refusal
+            publish(20)
+            wait_until(lambda: not any(refusal.values()))
+            publish(30)
+            wait_until(lambda: serving.version == "2" and not serving.paused)
+            (place / "versions" / "0000000003").write_text("no header")
+
+        thread, serving.version = threading.Thread(target=publish_two_and_stop), None
+        thread.start()
+        with pytest.raises(SystemExit, match="1"):
+            main(command)
+        thread.join()
+    assert serving.weights["weight"].tolist() == [30] * 3
+    output = capsys.readouterr()
+    loaded = [f"version {number}: loaded by {serving.url}" for number in (0, 0, 2)]
+    assert [line for line in output.out.splitlines() if "loaded" in line] == loaded
+    assert output.err.count("answered 401 (no)") == 2 and "(no): the next version is tried" in output.err
 
 
 REFUSALS: list[tuple[str, str, tuple[int, Any], str]] = [
