@@ -27,21 +27,21 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 import diloco
 
 SYNC_EVERY, NUM_STEPS = 4, 64
-MOST_STEPS_BEHIND = 2 * SYNC_EVERY  # of a rollout's policy; each trainer waits for a newer one
-NUM_TOKENS = 8  # of a completion
+MOST_STEPS_BEHIND = SYNC_EVERY  # of the policy of rollouts; a trainer waits for newer ones
+NUM_DIGITS, NUM_TOKENS = 10, 8  # of the vocabulary; of a completion
 
 
 def policy() -> Any:
-    """A tiny model of ten digits, with the same initial parameters everywhere."""
+    """A tiny model of digits, with the same initial parameters everywhere."""
     set_seed(0)
     config = LlamaConfig(
-        vocab_size=12,
+        vocab_size=NUM_DIGITS + 2,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        pad_token_id=10,
+        pad_token_id=NUM_DIGITS,
         eos_token_id=None,
     )
     return LlamaForCausalLM(config)
@@ -160,27 +160,32 @@ class Report(TrainerCallback):
             print(f"replica {self.replica}, step {state.global_step}: reward {logs['reward']:.3f}; {made_by}")
 
 
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {**{str(digit): digit for digit in range(NUM_DIGITS)}, "<pad>": NUM_DIGITS, "<eos>": NUM_DIGITS + 1}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "<pad>")), pad_token="<pad>", eos_token="<eos>"
+    )
+
+
 def train(replica: int, address: str, store: str, url: str) -> None:
     """Train one replica, and print the mean reward at the start and at the end."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # trl says of rollout_func that it may change
     from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
 
     from diloco.integrations.transformers import DiLoCoCallback
 
-    words = {**{str(digit): digit for digit in range(10)}, "<pad>": 10, "<eos>": 11}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, "<pad>")), pad_token="<pad>", eos_token="<eos>"
-    )
-    digits = Dataset.from_dict({"prompt": [str(digit) for digit in range(10)] * 20})
+    digits = Dataset.from_dict({"prompt": [str(digit) for digit in range(NUM_DIGITS)] * 20})
     arguments = GRPOConfig(
         f"trained/replica-{replica}",
         max_steps=NUM_STEPS,
         learning_rate=5e-3,
         lr_scheduler_type="constant",
         per_device_train_batch_size=64,
+        steps_per_generation=SYNC_EVERY,  # rollouts for the inner steps up to the next Θ
         num_generations=8,
         max_completion_length=NUM_TOKENS,
         logging_steps=1,
@@ -199,6 +204,7 @@ def train(replica: int, address: str, store: str, url: str) -> None:
             fragments="whole",
             sync_every=SYNC_EVERY,
             overlap_steps=0,
+            outer="sgd:lr=1",  # the average, since few inner steps lie between two
             mixing=0.0,  # a trainer goes on from Θ, the policy of the rollouts
             exchange=diloco.connect(address, replica=replica, num_replicas=2),
         )
@@ -209,7 +215,7 @@ def train(replica: int, address: str, store: str, url: str) -> None:
         reward,
         arguments,
         train_dataset=digits.shard(2, replica),
-        processing_class=tokenizer,
+        processing_class=tokenizer(),
         callbacks=[callback],
         rollout_func=lambda prompts, trainer: rollouts(prompts, trainer),
     )
@@ -221,9 +227,8 @@ def train(replica: int, address: str, store: str, url: str) -> None:
     trainer.add_callback(Report(replica, rollouts))
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    first, last = sum(rewards[:4]) / 4, sum(rewards[-4:]) / 4
-    print(f"replica {replica}: mean reward {first:.3f} in the first four steps, {last:.3f} in the last four")
     outer_hash = callback.engine.outer_hash()[:16]
+    print(f"replica {replica}: mean reward {rewards[0]:.3f} of the first rollouts, {rewards[-1]:.3f} of the last")
     print(f"replica {replica}: {rollouts.num_refused} rollouts refused; outer hash {outer_hash}")
 
 
