@@ -76,6 +76,11 @@ def check_store_bytes(output: str, rows: Rows) -> None:
     assert shares == pytest.approx([payload * 9 / 8, 2 * payload * 7 / 8, 1.75], abs=0.06)
 
 
+def check_differences(output: str, rows: Rows) -> None:
+    small, large = (int(row["difference_bytes"]) for row in rows)
+    assert small < large < int(rows[1]["whole_bytes"])
+
+
 def check_hashes(output: str, rows: Rows) -> None:
     of_the_peer = [row for row in rows if row["method"] == "torchft_diloco"]
     if TORCHFT:
@@ -115,6 +120,14 @@ SMOKES = [
         r"fp32(.|\n)*e3m0",
         (("results.csv", 2),),
         check=check_sizes,
+    ),
+    Smoke(
+        "publish.py",
+        "--text {train} --states {out}/states --output {out} --layers 1 --heads 2 --width 16 --warm-up 2 "
+        "--repeats 1 --learning-rates 1e-6 1e-3",
+        r"\| 1e-6 \| [0-9.]+% \| (.|\n)*\n\| 1e-3 \| [0-9.]+% ",
+        (("publish.csv", 2),),
+        check=check_differences,
     ),
     Smoke("checksums.py", "--values 65536 --repeats 2", r"^65,536 values, copy .*encode [0-9.]+.*decode and add "),
     Smoke(

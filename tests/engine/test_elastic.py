@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.rendezvous.replay import replayed
-from tests.rendezvous.replicas import P, Replica, theta0
+from tests.rendezvous.replicas import H, P, Replica, theta0
 
 import diloco
 from diloco.engine.elastic import ElasticMembership
@@ -98,6 +98,23 @@ def test_work_that_is_not_told_yet_survives_the_outer_steps_of_others(tmp_path) 
             num_counted += 1
             sums[p] = uncounted_p + progress
     assert max(np.abs(progress).max() for progress in slow.progress) > 0.1
+    slow.finish()
+    fast.finish()
+
+
+def test_a_replica_that_was_counted_late_sends_with_the_others_again(tmp_path) -> None:
+    fast, slow = Replica(str(tmp_path), name="fast", patience=0), Replica(str(tmp_path), name="slow")
+    membership, num_late = slow.engine._membership, 0
+    while num_late < 4:
+        for _ in range(3):
+            fast.step(pause_seconds=0.004)
+        sent, step = dict(membership.in_flight), slow.engine.num_steps + 1
+        for outer_step in slow.step():
+            p, sync_round = outer_step.sync.fragment, outer_step.sync.round
+            if p in sent and p not in membership.in_flight:
+                is_late = sent[p].base_round < sync_round - 1
+                assert membership._next_send[p] == (step if is_late else sent[p].step) + H
+                num_late += is_late
     slow.finish()
     fast.finish()
 

@@ -101,6 +101,25 @@ def until_it_waits(replica: Replica) -> threading.Thread:
     return thread
 
 
+def test_with_a_number_as_quorum_two_that_end_at_once_count_what_each_has_in_flight(tmp_path) -> None:
+    # Nothing is due: each has offered another fragment than the other when it ends.
+    replicas = [Replica(str(tmp_path), name=name, quorum=2, sync_every=1000) for name in "ab"]
+    until(lambda: all(replica.engine.num_steps >= 3 for replica in replicas), *replicas)
+    for fragment, replica in enumerate(replicas):
+        replica.engine._membership.send(fragment)
+    threads = [threading.Thread(target=replica.engine.finish, kwargs={"close": True}) for replica in replicas]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert all(replica.exchange.is_closed for replica in replicas)
+    replay = replay_of(tmp_path)
+    assert [log.round for log in replay.state.fragments] == [1, 1, 1] and replay.state.tokens == 2 * 3 * 8 * P
+    assert (
+        parameters_hash(replay.parameters()) == replicas[0].engine.outer_hash() == replicas[1].engine.outer_hash()
+    )
+
+
 def test_a_replica_that_died_does_not_hold_up_the_end_for_long(tmp_path) -> None:
     ours, dead = hurried(Replica(str(tmp_path), name="ours")), Replica(str(tmp_path), name="dead")
     until(lambda: min(min(counted(ours)), min(counted(dead))) >= 0, ours, dead)

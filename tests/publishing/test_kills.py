@@ -19,6 +19,7 @@ import diloco
 from diloco.publishing.differences import content_digest
 
 NUM_VERSIONS = 200
+NUM_KILLS = 8
 SECONDS = 120.0
 
 
@@ -72,6 +73,8 @@ def test_a_follower_never_has_other_bits(
         running = {role: start(role) for role in (publish, follow)}
         for role in _turns(running):
             time.sleep(draw.uniform(0.5, 1.2))
+            if kills >= NUM_KILLS:
+                continue
             if draw.random() < 0.3:
                 proxy.set(outage=True)
                 time.sleep(0.2)

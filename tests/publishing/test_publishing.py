@@ -159,9 +159,17 @@ def test_a_publisher_goes_on_where_a_killed_one_stopped(place: str, caplog: pyte
         with pytest.raises(PayloadError, match="it has 7 bytes, not"):
             new.update()
         with caplog.at_level(logging.WARNING, "diloco"):
+            create, publisher.store.create = publisher.store.create, no_answer
+            with pytest.raises(StoreUnreachableError):
+                publisher.publish(state, step=50)
+            publisher.store.create = create
             version = publisher.publish(state := changed(state, 4), step=50)
         assert version.number == version.start == 4 and "a whole version follows" in caplog.text
         assert new.update() == version and same_bits(state, new.state)
+
+
+async def no_answer(*_: object, **__: object) -> None:
+    raise StoreUnreachableError("no answer")
 
 
 def test_a_publication_that_failed_is_made_again(moto: Server, use_environment: Callable[..., None]) -> None:
@@ -170,7 +178,10 @@ def test_a_publication_that_failed_is_made_again(moto: Server, use_environment: 
         use_environment(moto.through(proxy.url))
         with diloco.Publisher(url, dtype=None, timeout_seconds=0.5) as publisher, diloco.Follower(url) as follower:
             publisher.publish(state, step=0)
-            for faults, number in (({"outage": True}, 1), ({"lose_answers": 1.0, "only": "versions/"}, 2)):
+            for faults, number in (
+                ({"outage": True}, 1),
+                ({"lose_answers": 1.0, "only": "versions/0000000002"}, 2),
+            ):
                 proxy.set(**faults)
                 state = changed(state, number)
                 with pytest.raises(StoreUnreachableError):

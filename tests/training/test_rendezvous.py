@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import torch
 from tests.processes import program, run_main, run_replicas
 from tests.training.cases import rate
 from tests.training.runs import TIMEOUT_SECONDS, bodies, lines, quick_config, run, started, summary
@@ -18,6 +19,7 @@ from diloco.cli.main import main
 from diloco.errors import DisagreementError, ExchangeError, Stopped, UserError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
+from diloco.publishing.follower import Follower
 from diloco.rendezvous.log.entries import Join, Leave, Outer
 from diloco.rendezvous.log.log import Log, first_entry
 from diloco.rendezvous.log.run import RunState
@@ -55,6 +57,7 @@ def config(small_corpus, tmp_path_factory) -> TrainConfig:
         small_corpus,
         name="a",
         rendezvous=str(folder / "store"),
+        publish=str(folder / "place"),
         num_tokens=STEPS * 8 * 32,
         diloco=DilocoConfig(sync_every=6, layers_per_fragment=1, overlap_steps=2),
         checkpoint=CheckpointConfig(every_steps=2),
@@ -149,6 +152,15 @@ def test_a_run_ends_though_replicas_come_and_go(eventful):
     assert set(contributors(state)) == {"a", "b", "c"}
     expected = parameters_hash(replayed(eventful.rendezvous, initial=initial_parameters).parameters())
     assert {(total["outer_hash"], total["entry"]) for total in totals.values()} == {(expected, state.number - 1)}
+
+
+def test_replicas_publish_the_runs_outer_parameters_in_turn(eventful):
+    outer = replayed(eventful.rendezvous, initial=initial_parameters).parameters()
+    with Follower(eventful.publish) as follower:
+        version = follower.update()
+        state = follower.state
+        assert version.facts["final"] and version.number > 2
+        assert all(torch.equal(state[name], tensor.bfloat16()) for name, tensor in outer.items())
 
 
 def test_each_outer_step_says_who_contributed_with_what_weight(eventful):

@@ -1,6 +1,6 @@
-"""The lossless difference of two chunks of cells, a cell being one element of a tensor as bits.
+"""The lossless difference of cells, a cell being one element of a tensor as bits.
 
-Shapes: n cells of a chunk, at most CHUNK; k of them changed.
+Shapes: N cells in chunks of n = CHUNK, the last one of fewer; k of a chunk changed.
 
 Floats of one sign are ordered as their bits are. `order` extends this to both signs, so that a small change of a
 weight is a small step s between the places of its bits in that order, mostly ±1 in bfloat16 after a step of AdamW.
@@ -15,39 +15,94 @@ A chunk's body holds, for the k changed cells:
 
 Planes 1 and 2 are Rice's code, which is within 3 % of the entropy where cells change independently; with g = 0
 it is a mask of the chunk. Planes 4 and 5 are the exponential Golomb code, which fits steps of all magnitudes. Each
-plane begins with a byte, and its bits follow one another from the lowest bit of a byte on. A chunk without a change
+plane begins with a byte, and its bits follow one another from the lowest bit of a byte on. A chunk without change
 has no body; a chunk whose body would be as long as its cells, or longer, is these cells.
 
 Steps are exact integers modulo 2^b, with b bits in a cell: nothing is rounded, whatever the bits mean.
 """
 
 import struct
+from collections.abc import Sequence
+from ctypes import c_int, c_int64, c_void_p
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diloco.errors import PayloadError
+from diloco.wire.kernels.native import Native, native
 
 CHUNK = 1 << 17
 """Cells that are coded together, at most: with their positions and steps they fit the cache."""
 _COUNTS = struct.Struct("<IIIBB")
+_SAMPLE = 1 << 12
 _MOST_BIT = 62
 """The largest parameter: so y is below 2^64."""
+
+_ENCODE = (*[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 2)
+_DECODE = (*[c_void_p] * 3, *[c_int64] * 2, c_int)
 
 Cells = NDArray[np.unsignedinteger]
 """Flat little-endian unsigned integers of 1, 2, 4 or 8 bytes."""
 
 
-def encode(old_n: Cells, new_n: Cells) -> bytes:
-    """The body of a chunk.
+def encode(old_N: Cells, new_N: Cells) -> tuple[list[int], memoryview]:
+    """The lengths of the chunks' bodies, and these, one after another.
 
-    >>> old, new = np.zeros(400, np.uint16), np.zeros(400, np.uint16)
-    >>> encode(old, new)
-    b''
-    >>> new[100] = 1
-    >>> len(encode(old, new)), len(encode(old[:4], ~old[:4]))
-    (18, 8)
+    >>> old, new = np.zeros(CHUNK + 4, np.uint16), np.zeros(CHUNK + 4, np.uint16)
+    >>> new[100], new[CHUNK:] = 1, 0xFFFF
+    >>> encode(old, old)[0], encode(old, new)[0]
+    ([0, 0], [19, 8])
     """
+    if (compiled := _compiled()) is None:
+        bodies = [_encode_chunk(old_N[some], new_N[some]) for some in _chunks(len(old_N))]
+        return [len(body) for body in bodies], memoryview(b"".join(bodies))
+    encode = compiled.function(f"cells{old_N.itemsize}_encode", *_ENCODE, result=c_int64)
+    lengths = np.empty(len(_chunks(len(old_N))), np.uint32)
+    body = np.empty(old_N.nbytes + 16, np.uint8)
+    sizes = len(old_N), CHUNK
+    num_bytes = encode(old_N.ctypes.data, new_N.ctypes.data, *sizes, lengths.ctypes.data, body.ctypes.data)
+    if num_bytes < 0:
+        raise MemoryError
+    return lengths.tolist(), body.data[:num_bytes]
+
+
+def decode(lengths: Sequence[int], body: memoryview, into_N: Cells, *, only_check: bool = False) -> int:
+    """Change cells; the number of those that changed.
+
+    Args:
+        lengths: of the chunks' bodies.
+        body: as many bytes, read as if anybody had written them.
+        into_N: the old cells, which become the new ones.
+        only_check: leave the cells as they are.
+
+    Raises:
+        PayloadError: if `encode` writes no such body for this number of cells.
+    """
+    assert len(lengths) == len(_chunks(len(into_N))) and sum(lengths) == len(body), "as many as there are"
+    if (compiled := _compiled()) is None:
+        ends = accumulate(lengths, initial=0)
+        chunks = zip(pairwise(ends), _chunks(len(into_N)), strict=True)
+        return sum(_decode_chunk(body[start:end], into_N[some], only_check) for (start, end), some in chunks)
+    decode = compiled.function(f"cells{into_N.itemsize}_decode", *_DECODE, result=c_int64)
+    memory = np.frombuffer(body, np.uint8), np.array(lengths, np.uint32), into_N  # held while it is used
+    num_changed = decode(*(array.ctypes.data for array in memory), len(into_N), CHUNK, only_check)
+    if num_changed == -(1 << 63):
+        raise MemoryError
+    _check(num_changed >= 0)
+    return num_changed
+
+
+def _compiled() -> Native | None:
+    compiled = native()
+    return compiled if compiled is not None and compiled.has("cells1_encode") else None
+
+
+def _chunks(num_cells: int) -> list[slice]:
+    return [slice(start, min(start + CHUNK, num_cells)) for start in range(0, num_cells, CHUNK)]
+
+
+def _encode_chunk(old_n: Cells, new_n: Cells) -> bytes:
     place_k = np.flatnonzero(old_n != new_n)
     if not len(place_k):
         return b""
@@ -73,17 +128,7 @@ def encode(old_n: Cells, new_n: Cells) -> bytes:
     return body if len(body) < old_n.nbytes else new_n.tobytes()
 
 
-def decode(body: memoryview, into_n: Cells, *, only_check: bool = False) -> int:
-    """Change the cells of a chunk; the number of those that changed.
-
-    Args:
-        body: of `encode`; read as if anybody had written it.
-        into_n: the old cells, which become the new ones.
-        only_check: leave the cells as they are.
-
-    Raises:
-        PayloadError: if `encode` writes no such body for this number of cells; the cells are then as they were.
-    """
+def _decode_chunk(body: memoryview, into_n: Cells, only_check: bool) -> int:
     if not body:
         return 0
     if len(body) == into_n.nbytes:
@@ -108,7 +153,7 @@ def _changes(body: memoryview, num_cells: int, dtype: np.dtype) -> tuple[NDArray
     _check(0 < num_changed <= num_cells and num_gap <= 17 and num_exact <= min(bits - 2, _MOST_BIT))
     _check(ends[-1] <= len(body))
     flags = np.frombuffer(body, np.uint8)
-    first, second, third, fourth = (flags[start:end] for start, end in zip(ends, ends[1:], strict=False))
+    first, second, third, fourth = (flags[start:end] for start, end in pairwise(ends))
     gap_k = _from_unary(first, num_changed) << num_gap
     gap_k += _from_fields(second, np.full(num_changed, num_gap)).astype(np.int64)
     place_k = (gap_k + 1).cumsum() - 1
@@ -138,8 +183,9 @@ def gap_parameter(num_cells: int, num_changed: int) -> int:
 
 
 def step_parameter(least_k: NDArray[np.uint64], bits: int) -> int:
-    """The e of the shortest fourth and fifth plane, by an estimate from the bit lengths of |s| − 1."""
-    counts = [int(count) for count in np.bincount(_bit_lengths(least_k), minlength=bits)]
+    """The e of the shortest fourth and fifth plane, by an estimate from the bit lengths of a sample of |s| − 1."""
+    sample = least_k[:: len(least_k) // _SAMPLE + 1]
+    counts = [int(count) for count in np.bincount(_bit_lengths(sample), minlength=bits)]
 
     def cost(e: int) -> int:
         longer = enumerate(counts[e + 1 :], e + 1)

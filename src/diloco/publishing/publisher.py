@@ -38,6 +38,10 @@ _FOR_EVER = float(1 << 30)
 """Bound of a wait for requests that are bounded themselves."""
 
 
+class OvertakenError(UserError):
+    """Another publisher of the same states has published this one, or a newer one."""
+
+
 class Publisher:
     """Publishes a model's weights, version after version, in a directory or a bucket of S3, GCS or Azure.
 
@@ -53,6 +57,8 @@ class Publisher:
         key: the file of the key that signs, made by `diloco keys new`; None is that of the environment variable
             DILOCO_KEY, or no key.
         timeout_seconds: how long the store may give no answer.
+        others: the public keys of others that publish the same states at this place, each step once; an empty one
+            where nobody has a key. None: nobody else publishes here.
 
     Raises:
         UserError: for a wrong URL, key or setting.
@@ -77,6 +83,7 @@ class Publisher:
         keep: int = 2,
         key: str | None = None,
         timeout_seconds: float = 600.0,
+        others: Sequence[str] | None = None,
     ) -> None:
         for name, value in {"whole_every": whole_every, "keep": keep, "timeout_seconds": timeout_seconds}.items():
             if not value >= (0 if name == "timeout_seconds" else 1):
@@ -84,12 +91,15 @@ class Publisher:
         self._dtype, self._whole_every, self._keep = dtype, whole_every, keep
         self._signer = signer_of_environment() if key is None else Signer.of_file(key)
         self._store, self._patience = Store.open(str(url)), timeout_seconds
-        self._chain = Chain(self._store, [self._signer.public], timeout_seconds)
+        self._is_alone = others is None
+        keys = dict.fromkeys([self._signer.public, *(others or ())])
+        self._chain = Chain(self._store, [*keys], timeout_seconds)
         self._newest: Version | None = None
         """The newest version of the place, once it is known; `_chain` holds it, unless it is damaged there."""
         self._is_known = False
-        self._after_failure: list[Held | None] = []
-        """The versions that may be the newest after a publication that failed: the one before it, and its own."""
+        self._after_failure: list[tuple[Version | None, Held | None]] = []
+        """The versions that may be the newest after a publication that failed: the one before it, and its own;
+        each with its state, unless it is damaged in the store."""
         self._lost = ""
         """The reason why this place is another publisher's."""
         self._has_cleaned = False
@@ -159,7 +169,9 @@ class Publisher:
         files: Mapping[str, bytes] | None,
     ) -> Version:
         await self._look()
-        before = self._chain.held
+        before, newest = self._chain.held, self._newest
+        if not self._is_alone and newest is not None and newest.step >= step:
+            raise OvertakenError(f"version {newest.number} of step {newest.step} is published already")
         if before is not None and (difference := unlike(before.state, state)):
             raise UserError(
                 f"{self._store.url} has {before.version.name} of another model: {difference}: publish this one at "
@@ -167,7 +179,6 @@ class Publisher:
             )
         buffers = await self._bodies(state)
         bodies = {kind: await asyncio.to_thread(Body.of, parts) for kind, parts in buffers.items()}
-        newest = self._newest
         number = 0 if newest is None else newest.number + 1
         version = Version(
             number=number,
@@ -183,7 +194,7 @@ class Publisher:
             files=_named(files, newest),
         )
         head = self._head(version)
-        self._is_known, self._after_failure = False, [before, Held(version, state)]
+        self._is_known, self._after_failure = False, [(newest, before), (version, Held(version, state))]
         for kind, body in bodies.items():
             await upload(self._store, number, body, buffers[kind], self._patience)
         for name, content in (files or {}).items():
@@ -198,24 +209,22 @@ class Publisher:
         """Find the newest version at the first publication, and after one that failed."""
         if self._lost:
             raise UserError(self._lost, "url")
-        if self._is_known:
-            # A directory that is not mounted any more looks like an empty place.
-            if self._newest is not None and await self._chain.version(self._newest.number) is None:
-                raise StoreUnreachableError(f"{self._newest.name} is gone from {self._store.url}: bring it back")
-            return
-        numbers = await self._chain.numbers()
+        numbers = [self._newest.number] if self._newest is not None and self._is_known and self._is_alone else []
+        numbers = numbers or await self._chain.numbers()
         try:
             newest = await self._chain.version(numbers[-1]) if numbers else None
         except PayloadError as error:
             raise UserError(
                 f"{error}: publish with the key of the versions there, or at a URL of its own"
             ) from None
-        if self._after_failure:
-            known = [held for held in self._after_failure if newest == (held and held.version)]
+        if newest is None and self._newest is not None:  # such as a directory that is not mounted any more
+            raise StoreUnreachableError(f"{self._newest.name} is gone from {self._store.url}: bring it back")
+        if self._after_failure and self._is_alone:
+            known = [held for version, held in self._after_failure if version == newest]
             if not known:
-                self._lose(numbers[-1] if numbers else 0)
+                self._lose(numbers[-1])
             self._chain.held = known[0]
-        elif newest is not None:
+        elif newest is not None and newest != self._newest:
             try:
                 await self._chain.take(newest)
             except PayloadError as error:
@@ -224,6 +233,8 @@ class Publisher:
         self._newest, self._is_known, self._after_failure = newest, True, []
 
     def _lose(self, number: int) -> NoReturn:
+        if not self._is_alone:
+            raise OvertakenError(f"version {number} was published by another meanwhile")
         self._lost = (
             f"another publisher has written version {number} in {self._store.url}: a place takes one publisher: "
             "stop one of them, or give it a URL of its own"
