@@ -1,4 +1,7 @@
-"""Two hundred versions, with kill -9 of the publisher and of the follower, and outages of the store, between."""
+"""Many versions, with kill -9 of the publisher and of the follower, and outages of the store, between.
+
+NUM_VERSIONS=200 NUM_KILLS=12 pytest tests/publishing/test_kills.py    # about a minute
+"""
 
 import os
 import random
@@ -18,8 +21,8 @@ from torch import Tensor
 import diloco
 from diloco.publishing.differences import content_digest
 
-NUM_VERSIONS = 200
-NUM_KILLS = 8
+NUM_VERSIONS = int(os.environ.get("NUM_VERSIONS", "40"))
+NUM_KILLS = int(os.environ.get("NUM_KILLS", "4"))
 SECONDS = 120.0
 
 
@@ -37,7 +40,7 @@ def publish(url: str, record: Path) -> None:
     with diloco.Follower(url, timeout_seconds=SECONDS) as follower:
         newest = follower.update()
     first = 0 if newest is None else newest.number + 1
-    with diloco.Publisher(url, dtype=None, whole_every=20, keep=1, timeout_seconds=SECONDS) as publisher:
+    with diloco.Publisher(url, dtype=None, whole_every=10, keep=1, timeout_seconds=SECONDS) as publisher:
         for number in range(first, NUM_VERSIONS):
             assert publisher.publish(state(number), step=number).number == number
             deadline = time.monotonic() + 0.2
@@ -72,7 +75,7 @@ def test_a_follower_never_has_other_bits(
 
         running = {role: start(role) for role in (publish, follow)}
         for role in _turns(running):
-            time.sleep(draw.uniform(0.5, 1.2))
+            time.sleep(draw.uniform(0.3, 1.0))
             if kills >= NUM_KILLS:
                 continue
             if draw.random() < 0.3:
@@ -88,7 +91,7 @@ def test_a_follower_never_has_other_bits(
     expected = {number: content_digest(state(number)) for number in range(NUM_VERSIONS)}
     assert all(digest == expected[int(number)] for number, digest in lines)
     numbers = {int(number) for number, _ in lines}
-    assert max(numbers) == NUM_VERSIONS - 1 and len(numbers) > NUM_VERSIONS / 2 and kills > 4
+    assert max(numbers) == NUM_VERSIONS - 1 and len(numbers) > NUM_VERSIONS / 2 and kills > 1
 
 
 def _turns(running: dict[Callable[..., None], Program]) -> Iterator[Callable[..., None]]:

@@ -52,8 +52,7 @@ def _publish(
             number = re.search(r"(\d{1,15})$", Path(path).name.removesuffix(".safetensors"))
             step = int(number[1]) if number else place
             version = publisher.publish(state, step=step, files=files)
-            body = version.difference or version.whole
-            assert body is not None, "a version has a body"
+            body = version.smallest
             print(
                 f"{path}: version {version.number}, step {step}, {version.digest:.16}; {body.num_bytes:,} bytes, "
                 f"{'whole' if body is version.whole else 'as the difference'}",

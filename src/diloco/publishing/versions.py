@@ -100,6 +100,13 @@ class Version:
         return f"version {self.number}"
 
     @property
+    def smallest(self) -> Body:
+        """The body that a follower with the version before takes."""
+        body = self.difference or self.whole
+        assert body is not None, "a version has a body"
+        return body
+
+    @property
     def link(self) -> str:
         """The SHA-256 by which the next header names this one."""
         return sha256(VERSION.line(self))

@@ -32,15 +32,6 @@ _ROUNDS_AT_ONCE = 2
 """Rounds of which some fragments are kept."""
 
 
-@dataclass(frozen=True)
-class _Work:
-    """A version to publish."""
-
-    tensors: Mapping[str, Tensor]
-    step: int
-    facts: dict[str, Any]
-
-
 @dataclass
 class RunPublisher:
     """Publishes the versions of a run, from one of its processes; the others of its replica help to gather them.
@@ -62,6 +53,7 @@ class RunPublisher:
     """The versions that were due while one was published."""
     _failure: UserError | None = None
     _has_published: bool = False
+    _has_warned: bool = False
 
     def __post_init__(self) -> None:
         """Open the place, and publish the initial parameters of a new run of a fixed group."""
@@ -133,40 +125,33 @@ class RunPublisher:
         if self._thread is not None and self._thread.is_alive():
             self._skipped.append(str(facts.get("round", step)))
             return
-        work = _Work(tensors, step, {"run": self.config.name, **facts})
-        self._thread = threading.Thread(target=self._publish, args=(work,), name="diloco publish", daemon=True)
+        arguments = (tensors, step, {"run": self.config.name, **facts})
+        self._thread = threading.Thread(target=self._publish, args=arguments, name="diloco publish", daemon=True)
         self._thread.start()
 
-    def _publish(self, work: _Work) -> None:
+    def _publish(self, tensors: Mapping[str, Tensor], step: int, facts: dict[str, Any]) -> None:
         assert self._publisher is not None, "this process publishes"
         files = None if self._has_published else files_of(self.config)
+        named = {self.config.model.published_name(name): tensor for name, tensor in tensors.items()}
         try:
-            tensors = {self.config.model.published_name(name): tensor for name, tensor in work.tensors.items()}
-            version = self._publisher.publish(tensors, step=work.step, facts=work.facts, files=files)
+            version = self._publisher.publish(named, step=step, facts=facts, files=files)
         except CancelledError:
             pass  # the run ends
         except OvertakenError as error:
             _LOG.info("%s", error)
-        except UserError as error:
-            if not self._has_published:
-                self._failure = error
-            _LOG.warning("the parameters of step %d were not published: %s", work.step, error)
         except DilocoError as error:
-            _LOG.warning("the parameters of step %d were not published: %s", work.step, error)
+            if isinstance(error, UserError) and not self._has_published:
+                self._failure = error
+            _LOG.warning("the parameters of step %d were not published: %s", step, error)
         else:
             self._has_published = True
-            body = version.difference or version.whole
-            assert body is not None, "a version has a body"
-            unit = "round" if "round" in work.facts else "step"
+            line = f"version {version.number} of step {step} is published: {version.smallest.num_bytes:,} bytes"
             skipped, self._skipped = self._skipped, []
-            text = f"; {unit}s {', '.join(skipped)} came meanwhile and were skipped" if skipped else ""
-            _LOG.info(
-                "version %d of step %d is published: %d bytes%s",
-                version.number,
-                version.step,
-                body.num_bytes,
-                text,
-            )
+            if skipped:
+                unit = "round" if isinstance(self.state.sync, StreamingDiLoCo) else "step"
+                line += f"; {unit}s {', '.join(skipped)} came meanwhile and were skipped"
+            _LOG.log(logging.WARNING if skipped and not self._has_warned else logging.INFO, "%s", line)
+            self._has_warned = self._has_warned or bool(skipped)
 
     def finish(self) -> None:
         """Publish the outer parameters of the end, and wait for it.
