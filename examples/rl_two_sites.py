@@ -26,9 +26,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 
 import diloco
 
-SYNC_EVERY, NUM_STEPS = 4, 64
+SYNC_EVERY, NUM_STEPS = 4, 48
 MOST_STEPS_BEHIND = SYNC_EVERY  # of the policy of rollouts; a trainer waits for newer ones
-NUM_DIGITS, NUM_TOKENS = 10, 8  # of the vocabulary; of a completion
+NUM_DIGITS, NUM_TOKENS = 5, 8  # of the vocabulary; of a completion
 
 
 def policy() -> Any:
