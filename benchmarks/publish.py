@@ -107,7 +107,7 @@ def train(arguments: argparse.Namespace) -> None:
         torch.save([model.state_dict(), optimizer.state_dict()], warm.with_suffix(".part"))
         warm.with_suffix(".part").rename(warm)
     for rate in wanted:
-        for target, state in zip((model, optimizer), torch.load(warm), strict=True):
+        for target, state in zip((model, optimizer), torch.load(warm, weights_only=True), strict=True):
             target.load_state_dict(state)
         (arguments.states / rate).mkdir(exist_ok=True)
         for step in range(1, STEPS + 1):

@@ -47,6 +47,11 @@ class Smoke:
     """Asserts what holds between the numbers that it prints, and those of its first table."""
 
 
+def check_fleets(rows: Rows) -> None:
+    assert all(0 <= float(row["goodput"]) <= 1 for row in rows)
+    assert {row["method"] for row in rows if float(row["goodput"]) > 0.9} >= {"store gather", "store shares"}
+
+
 def check_losses(output: str, rows: Rows) -> None:
     assert len({row["eval_loss"] for row in rows}) == len(rows), "different methods"
 
@@ -89,6 +94,13 @@ def check_hashes(output: str, rows: Rows) -> None:
 
 
 SMOKES = [
+    Smoke(
+        "fleets.py",
+        "--output {out} --replicas 2 6 --outer-steps 40 --seeds 0",
+        output=r"6 store shares",
+        tables=(("fleets.csv", 10),),
+        check=lambda output, rows: check_fleets(rows),
+    ),
     Smoke(
         "outer_auto.py",
         "{text} --output {out} --outer-steps 3 --sync-every 2 --replicas 1 2 --seeds 0 --points auto 1,0",

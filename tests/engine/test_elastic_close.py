@@ -203,6 +203,7 @@ def test_an_outer_step_that_comes_with_the_entry_that_closes_the_run_is_taken(tm
     late.exchange.leave()
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_at_the_end_is_waited_for_and_then_said(tmp_path, monkeypatch, caplog) -> None:
     ours = Replica(str(tmp_path), name="ours", timeout_seconds=2)
     until(lambda: min(counted(ours)) >= 0 and not ours.engine._membership.in_flight, ours)

@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import diloco
 from diloco.errors import PayloadError, UserError
 from diloco.publishing.differences import content_digest
+from diloco.publishing.publisher import OvertakenError
 from diloco.publishing.states import copied, open_whole, seal_whole
 from diloco.publishing.versions import PART_BYTES, VERSION, Body, Version, part_name
 from diloco.rendezvous.log.keys import Signer, write_key
@@ -231,6 +233,27 @@ def test_keys(place: str, tmp_path: Path) -> None:
             publisher.publish(state, step=3)
     with pytest.raises(UserError, match="no key of 64 hexadecimal digits"):
         diloco.Follower(place, public_key="abc")
+
+
+def test_publishers_of_the_same_states_take_turns(place: str, tmp_path: Path) -> None:
+    keys = [write_key(tmp_path / name) for name in ("a.key", "b.key")]
+    state = some_state()
+    with ExitStack() as stack:
+        publishers = [
+            stack.enter_context(diloco.Publisher(place, dtype=None, key=str(tmp_path / name)))
+            for name in ("a.key", "b.key")
+        ]
+        follower = stack.enter_context(diloco.Follower(place, public_key=keys))
+        for publisher in publishers:
+            publisher.share_with(keys)
+        for step, publisher in enumerate([*publishers, *publishers]):
+            state = changed(state, step)
+            version = publisher.publish(state, step=step)
+            assert version.number == step and (version.whole is None) == (step > 0)
+            assert follower.update() == version and same_bits(state, follower.state)
+        for late in publishers:
+            with pytest.raises(OvertakenError, match="version 3 of step 3 is published already"):
+                late.publish(state, step=3)
 
 
 class Tied(nn.Module):

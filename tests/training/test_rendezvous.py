@@ -283,6 +283,7 @@ def test_a_finished_run_whose_metrics_are_damaged_ends_well(config, tmp_path, ca
     assert not {"training loss", "tokens/s", "compute utilization"} & shown.keys(), shown
 
 
+@pytest.mark.slow
 def test_a_run_that_nobody_closes_is_summed_up_and_said(config, tmp_path, monkeypatch):
     monkeypatch.setattr(LogThread, "_end", lambda log_thread: None)
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), timeout_seconds=1.0, num_replicas=1)
@@ -308,6 +309,7 @@ def train_together(config: TrainConfig) -> list[float]:
     return [line["learning_rate"] for line in lines(config.runs / "ab"[rank], 0)]
 
 
+@pytest.mark.slow
 def test_fixed_members_have_the_learning_rates_of_a_fixed_group(config, tmp_path):
     """And combine by reduce_scatter."""
     fixed = replace(
@@ -339,6 +341,7 @@ def train_beside_shards(config: TrainConfig) -> list[tuple[int, float]]:
     return rates
 
 
+@pytest.mark.slow
 def test_the_shards_of_a_machine_are_one_replica(config, tmp_path):
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), elastic=ElasticConfig(quorum="all"))
     first, second, _ = run_replicas(train_beside_shards, 3, run, joined=False)

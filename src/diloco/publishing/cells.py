@@ -13,10 +13,11 @@ A chunk's body holds, for the k changed cells:
     4         of y = |s| − 1 + 2^e, the bits below the highest one: their number less e, in unary
     5         these bits
 
-Planes 1 and 2 are Rice's code, which is within 3 % of the entropy where cells change independently; with g = 0
-it is a mask of the chunk. Planes 4 and 5 are the exponential Golomb code, which fits steps of all magnitudes. Each
-plane begins with a byte, and its bits follow one another from the lowest bit of a byte on. A chunk without change
-has no body; a chunk whose body would be as long as its cells, or longer, is these cells.
+Planes 1 and 2 are Rice's code, which is within 5 % of the entropy where at most half of the cells change, one
+independently of another; with g = 0 it is a mask of the chunk. Planes 4 and 5 are the exponential Golomb code,
+which fits steps of all magnitudes. Each plane begins with a byte, and its bits follow one another from the lowest
+bit of a byte on. A chunk without change has no body; a chunk whose body would be as long as its cells, or longer,
+is these cells.
 
 Steps are exact integers modulo 2^b, with b bits in a cell: nothing is rounded, whatever the bits mean.
 """
@@ -46,7 +47,7 @@ Cells = NDArray[np.unsignedinteger]
 """Flat little-endian unsigned integers of 1, 2, 4 or 8 bytes."""
 
 
-def encode(old_N: Cells, new_N: Cells) -> tuple[list[int], memoryview]:
+def encode(old_N: Cells, new_N: Cells) -> tuple[list[int], bytes]:
     """The lengths of the chunks' bodies, and these, one after another.
 
     >>> old, new = np.zeros(CHUNK + 4, np.uint16), np.zeros(CHUNK + 4, np.uint16)
@@ -56,7 +57,7 @@ def encode(old_N: Cells, new_N: Cells) -> tuple[list[int], memoryview]:
     """
     if (compiled := _compiled()) is None:
         bodies = [_encode_chunk(old_N[some], new_N[some]) for some in _chunks(len(old_N))]
-        return [len(body) for body in bodies], memoryview(b"".join(bodies))
+        return [len(body) for body in bodies], b"".join(bodies)
     encode = compiled.function(f"cells{old_N.itemsize}_encode", *_ENCODE, result=c_int64)
     lengths = np.empty(len(_chunks(len(old_N))), np.uint32)
     body = np.empty(old_N.nbytes + 16, np.uint8)
@@ -64,7 +65,7 @@ def encode(old_N: Cells, new_N: Cells) -> tuple[list[int], memoryview]:
     num_bytes = encode(old_N.ctypes.data, new_N.ctypes.data, *sizes, lengths.ctypes.data, body.ctypes.data)
     if num_bytes < 0:
         raise MemoryError
-    return lengths.tolist(), body.data[:num_bytes]
+    return lengths.tolist(), body[:num_bytes].tobytes()  # nearly all of the memory is left
 
 
 def decode(lengths: Sequence[int], body: memoryview, into_N: Cells, *, only_check: bool = False) -> int:

@@ -108,9 +108,15 @@ def content_digest(state: Mapping[str, Tensor]) -> str:
     >>> content_digest({"a": torch.zeros(2)})[:16], content_digest({"a": torch.tensor([0.0, -0.0])})[:16]
     ('8f44414292f23c1a', '216b0c5e88759106')
     """
-    entries = [
-        [*_form(name, state[name]), xxhash.xxh3_128_hexdigest(_bytes(state[name]).data)] for name in sorted(state)
-    ]
+
+    def digest_of(tensor: Tensor) -> str:
+        digest = xxhash.xxh3_128()
+        digest.update(_bytes(tensor).data)  # other threads run meanwhile
+        return digest.hexdigest()
+
+    names = sorted(state)
+    digests = _on_threads(digest_of, [(state[name],) for name in names])
+    entries = [[*_form(name, state[name]), digest] for name, digest in zip(names, digests, strict=True)]
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
 

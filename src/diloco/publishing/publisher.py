@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -57,8 +57,6 @@ class Publisher:
         key: the file of the key that signs, made by `diloco keys new`; None is that of the environment variable
             DILOCO_KEY, or no key.
         timeout_seconds: how long the store may give no answer.
-        others: the public keys of others that publish the same states at this place, each step once; an empty one
-            where nobody has a key. None: nobody else publishes here.
 
     Raises:
         UserError: for a wrong URL, key or setting.
@@ -83,7 +81,6 @@ class Publisher:
         keep: int = 2,
         key: str | None = None,
         timeout_seconds: float = 600.0,
-        others: Sequence[str] | None = None,
     ) -> None:
         for name, value in {"whole_every": whole_every, "keep": keep, "timeout_seconds": timeout_seconds}.items():
             if not value >= (0 if name == "timeout_seconds" else 1):
@@ -91,9 +88,8 @@ class Publisher:
         self._dtype, self._whole_every, self._keep = dtype, whole_every, keep
         self._signer = signer_of_environment() if key is None else Signer.of_file(key)
         self._store, self._patience = Store.open(str(url)), timeout_seconds
-        self._is_alone = others is None
-        keys = dict.fromkeys([self._signer.public, *(others or ())])
-        self._chain = Chain(self._store, [*keys], timeout_seconds)
+        self._is_alone = True
+        self._chain = Chain(self._store, [self._signer.public], timeout_seconds)
         self._newest: Version | None = None
         """The newest version of the place, once it is known; `_chain` holds it, unless it is damaged there."""
         self._is_known = False
@@ -111,6 +107,15 @@ class Publisher:
     def store(self) -> Store:
         """The store, with its counts of requests and bytes."""
         return self._store
+
+    def share_with(self, public_keys: Iterable[str]) -> None:
+        """From now on take the versions of others, too, that publish the same states here: each step once.
+
+        Args:
+            public_keys: of the others; an empty one where they have none.
+        """
+        self._is_alone = False
+        self._chain.public_keys = [*dict.fromkeys([self._signer.public, *public_keys])]
 
     def publish(
         self,

@@ -206,7 +206,8 @@ class Chain:
     def __init__(self, store: Store, public_keys: Collection[str] | None, patience_seconds: float) -> None:
         self.held: Held | None = None
         """The version that was taken last; None before the first, and where a body broke the state."""
-        self._store, self._keys, self._patience = store, public_keys, patience_seconds
+        self.public_keys = public_keys
+        self._store, self._patience = store, patience_seconds
 
     async def numbers(self) -> list[int]:
         """The numbers of the versions in the store, ascending."""
@@ -228,21 +229,21 @@ class Chain:
         if data is None:
             return None
         opened = VERSION.open(data, source)
-        if self._keys is not None:
+        if self.public_keys is not None:
             self._check_signature(opened, source)
         if opened.header.number != number:
             VERSION.refuse(source, f"it is version {opened.header.number}, put in another's place")
         return opened.header
 
     def _check_signature(self, opened: Any, source: str) -> None:
-        assert self._keys, "a reader that checks has a key, or the empty one"
-        for index, key in enumerate(self._keys):
+        assert self.public_keys, "a reader that checks has a key, or the empty one"
+        for index, key in enumerate(self.public_keys):
             try:
                 VERSION.check(opened, key, source)
                 return
             except PayloadError as error:
-                if index == len(self._keys) - 1:
-                    several = f", nor with one of {len(self._keys) - 1} others" if index else ""
+                if index == len(self.public_keys) - 1:
+                    several = f", nor with one of {len(self.public_keys) - 1} others" if index else ""
                     raise PayloadError(f"{error}{several}") from None
 
     async def take(self, newest: Version) -> Held:

@@ -57,13 +57,10 @@ class RunPublisher:
 
     def __post_init__(self) -> None:
         """Open the place, and publish the initial parameters of a new run of a fixed group."""
-        rendezvous, timeout = self.world.rendezvous, self.config.timeout_seconds
+        timeout = self.config.timeout_seconds
         if self.world.replica == 0 and self.world.rank == 0:  # with a rendezvous it is 0 in each
-            others = None
-            if rendezvous is not None:
-                others = [*rendezvous.state.allowed, *(member.key for member in rendezvous.state.members)]
             assert self.config.publish is not None, "the run is published"
-            self._publisher = Publisher(self.config.publish, dtype=_DTYPE, timeout_seconds=timeout, others=others)
+            self._publisher = Publisher(self.config.publish, dtype=_DTYPE, timeout_seconds=timeout)
         if self.state.step == 0 and self.world.rendezvous is None:
             names = list(self.state.sync.outer_parameters())
             self._start(self._copied(names), step=0, facts={"round": 0})
@@ -132,6 +129,9 @@ class RunPublisher:
     def _publish(self, tensors: Mapping[str, Tensor], step: int, facts: dict[str, Any]) -> None:
         assert self._publisher is not None, "this process publishes"
         files = None if self._has_published else files_of(self.config)
+        if (rendezvous := self.world.rendezvous) is not None:
+            state = rendezvous.state
+            self._publisher.share_with([*state.allowed, *(member.key for member in state.members)])
         named = {self.config.model.published_name(name): tensor for name, tensor in tensors.items()}
         try:
             version = self._publisher.publish(named, step=step, facts=facts, files=files)

@@ -566,7 +566,7 @@ INLINE uint64_t cell_order(uint64_t bits, int size) {
 }
 INLINE uint64_t cell_at(uint64_t place, int size) {
     uint64_t top = (uint64_t)1 << (8 * size - 1);
-    return place ^ (((place >> (8 * size - 1)) - 1 | top) & cell_mask(size));
+    return place ^ ((((place >> (8 * size - 1)) - 1) | top) & cell_mask(size));
 }
 INLINE int bit_length(uint64_t value) { return value ? 64 - __builtin_clzll(value) : 0; }
 
@@ -729,31 +729,28 @@ INLINE uint64_t field_at(const uint8_t *bytes, int64_t bit, int width, int64_t n
     return low & first_bits(width);
 }
 
-// Read the places of a chunk's changed cells, or only check them; return 0 if there are not `changed` ascending ones
-// below n.
-INLINE int read_places(
-    const uint8_t *first, const uint8_t *second, const Counts *c, int64_t n, uint32_t *place, int only_check) {
-    int64_t k = 0, num_second = ((int64_t)c->changed * c->gap + 7) / 8, last_one = -1, next = 0;
+// Check that planes 1 and 2 have `changed` places, and that the last one is below n: they ascend.
+INLINE int check_places(const uint8_t *first, const uint8_t *second, const Counts *c, int64_t n) {
+    int64_t k = 0, last_one = -1, num_second = ((int64_t)c->changed * c->gap + 7) / 8, low = 0;
     for (int64_t at = 0; at < c->first; at += 8) {
         uint64_t bits = word_at(first, at, c->first);
-        int num = __builtin_popcountll(bits);
-        if (!num) continue;
-        if (k + num > c->changed) return 0;
-        if (c->gap || !only_check) {
-            for (; bits; bits &= bits - 1, k++) {
-                int64_t one = 8 * at + __builtin_ctzll(bits);
-                next += (one - last_one - 1) << c->gap | (int64_t)field_at(second, k * c->gap, c->gap, num_second);
-                if (next >= n) return 0;
-                place[k] = (uint32_t)next++;
-                last_one = one;
-            }
-        } else {
-            k += num;
-            last_one = 8 * at + 63 - __builtin_clzll(bits);
-            if (last_one >= n) return 0;
+        k += __builtin_popcountll(bits);
+        if (bits) last_one = 8 * at + 63 - __builtin_clzll(bits);
+    }
+    if (k != c->changed || last_one >> 3 != (int64_t)c->first - 1) return 0;
+    for (int64_t j = 0; c->gap && j < k; j++) low += (int64_t)field_at(second, j * c->gap, c->gap, num_second);
+    return ((last_one + 1 - k) << c->gap) + low + k <= n;
+}
+INLINE void read_places(const uint8_t *first, const uint8_t *second, const Counts *c, uint32_t *place) {
+    int64_t k = 0, num_second = ((int64_t)c->changed * c->gap + 7) / 8, last_one = -1, next = 0;
+    for (int64_t at = 0; at < c->first; at += 8) {
+        for (uint64_t bits = word_at(first, at, c->first); bits; bits &= bits - 1, k++) {
+            int64_t one = 8 * at + __builtin_ctzll(bits);
+            next += (one - last_one - 1) << c->gap | (int64_t)field_at(second, k * c->gap, c->gap, num_second);
+            place[k] = (uint32_t)next++;
+            last_one = one;
         }
     }
-    return k == c->changed && last_one >> 3 == (int64_t)c->first - 1;
 }
 // Read the widths of the fields of the fifth plane; return their sum, or −1 if they are not as many, or one is too wide.
 INLINE int64_t read_widths(const uint8_t *fourth, const Counts *c, int bits, uint8_t *width) {
@@ -792,10 +789,12 @@ INLINE int64_t decode_chunk(
     if (num_fifth < 0) return -1;
     const uint8_t *first = body + COUNTS, *second = first + c.first, *third = second + num_second;
     const uint8_t *fourth = third + num_third, *fifth = fourth + c.fourth;
-    if (!read_places(first, second, &c, n, place, only_check)) return -1;
+    if (!check_places(first, second, &c, n)) return -1;
     int64_t total = read_widths(fourth, &c, 8 * size, width), bit = 0;
     if (total < 0 || (total + 7) / 8 != num_fifth) return -1;
-    for (int64_t j = 0; !only_check && j < k; bit += width[j++]) {
+    if (only_check) return k;
+    read_places(first, second, &c, place);
+    for (int64_t j = 0; j < k; bit += width[j++]) {
         __builtin_prefetch(into + (int64_t)place[j + 24 < k ? j + 24 : j] * size, 1);
         uint64_t y = field_at(fifth, bit, width[j], num_fifth) + ((uint64_t)1 << width[j]);
         uint64_t step = y - ((uint64_t)1 << c.exact) + 1, is_down = third[j >> 3] >> (j & 7) & 1;
