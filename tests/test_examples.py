@@ -65,7 +65,7 @@ def test_replicas_agree_through_a_directory(tmp_path):
     "snippet",
     [
         *("ema.py", "evaluate_and_resume.py", "masters.py", "merge_rule.py", "methods.py"),
-        *("resume_model_first.py", "trackers.py"),
+        *("publish_weights.py", "resume_model_first.py", "trackers.py"),
     ],
 )
 def test_snippets_run(snippet):
