@@ -180,7 +180,11 @@ SMOKES = [
         "--text {train} --output {out} --vocabulary 300 --megabytes 0.1 --cores 1 2",
         r"\n +1 .*\n +2 .*\ndigest with 1 and with 8 workers: [0-9a-f]{64}",
     ),
-    Smoke("start.py", "--repeats 1", r"diloco train tiny +[0-9.]+, [0-9.]+\nits first step +[0-9.]+\n"),
+    Smoke(
+        "start.py",
+        "--repeats 1 --flags --num-tokens 5120",
+        r"diloco train tiny +[0-9.]+, [0-9.]+\nits first step +[0-9.]+\n",
+    ),
     Smoke("elastic_join.py", f"length {JOIN} --entries 30,60 --copies 1", r"\| 30 \|.*\n.*\| 60 \|", again=True),
     Smoke("elastic_join.py", f"size {JOIN} --parameters 1e4,1e5 --repeats 1", r" 10,000 .*\n.* 100,000 "),
     Smoke(
