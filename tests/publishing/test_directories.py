@@ -85,6 +85,30 @@ def test_following_goes_on_from_the_directory_and_removes_old_versions(tmp_path)
             assert to.resume(again) is None and again.update().number == 4
 
 
+def test_a_version_that_is_there_is_not_written_again(tmp_path):
+    place, to = str(tmp_path / "place"), tmp_path / "to"
+    with diloco.Publisher(place) as publisher:
+        publisher.publish({"a": torch.zeros(3)}, step=1)
+    main(["follow", place, "--to", str(to), "--once"])
+    before = (to / "current").resolve().stat().st_ino
+    main(["follow", place, "--to", str(to), "--once"])
+    assert (to / "current").resolve().stat().st_ino == before, "a server may read it"
+
+
+def test_the_version_before_stays_where_numbers_begin_anew(tmp_path):
+    to, number = FollowedDirectory(tmp_path / "to"), iter((0, 1, 2, 0, 1))
+    for place in ("first", "second"):
+        with (
+            diloco.Publisher(str(tmp_path / place)) as publisher,
+            diloco.Follower(str(tmp_path / place)) as follower,
+        ):
+            for _ in range(3 if place == "first" else 2):
+                publisher.publish({"a": torch.zeros(3)}, step=0)
+                to.write(follower.update(), follower.state, {})
+                assert to.current.resolve().name == f"version-{next(number)}"
+    assert sorted(path.name for path in to.path.iterdir()) == ["current", "version-0", "version-1"]
+
+
 def test_the_command_goes_on_until_it_is_interrupted(tmp_path, capsys):
     place, to = str(tmp_path / "place"), tmp_path / "to"
     with diloco.Publisher(place) as publisher:
@@ -125,6 +149,10 @@ def test_a_file_that_cannot_be_written_leaves_the_version_before(tmp_path):
         publisher.publish({"a": torch.ones(3)}, step=2)
         with pytest.raises(FileWriteError, match=r"can't write .*version-1"):
             to.write(follower.update(), follower.state, {"no/such/directory": b""})
+        publisher.publish({"a": torch.zeros(3)}, step=3)
+        with pytest.raises(FileWriteError, match=r"can't write .*version-2"):
+            to.write(follower.update(), follower.state, {"no/such/directory": b""})
+        assert not (to.path / ".version-1.partial").exists(), "it may have filled the disk"
         assert to.current.resolve().name == "version-0"
 
 

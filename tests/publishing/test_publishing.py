@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.fault_proxy import FaultProxy
@@ -280,6 +281,10 @@ def test_modules_are_loaded_in_place(place: str) -> None:
         follower.load_into(tensors)
         assert torch.equal(tensors["norm.weight"], ours.norm.weight)
         for model, words in (
+            (
+                {**Tied().state_dict(), "norm.bias": torch.zeros(2, dtype=torch.int8)},
+                r"norm.bias is torch.int8 in the model, which can't hold the version's",
+            ),
             (Tied(width=4), r"first.weight has the shape \(2, 4\) in the model, and \(2, 3\) in the version"),
             (nn.Linear(3, 2), "the version lacks bias, weight"),
             ({"first.weight": torch.zeros(2, 3)}, "the model lacks norm.bias, norm.num_batches_tracked"),
@@ -294,6 +299,26 @@ def test_modules_are_loaded_in_place(place: str) -> None:
                 follower.load_into(model)
             after = model.state_dict() if isinstance(model, nn.Module) else model
             assert all(after[name].is_meta or torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_view_with_other_values_is_not_tied(place: str) -> None:
+    values = torch.tensor([1 + 2j])
+    with diloco.Publisher(place) as publisher, diloco.Follower(place) as follower:
+        assert not publisher.publish({"a": values, "b": values.conj()}, step=np.int64(1)).tied
+        follower.update()
+        assert torch.equal(follower.state["b"], values.conj())
+
+
+def test_a_header_that_ties_what_is_not_there(place: str) -> None:
+    with diloco.Publisher(place) as publisher, diloco.Follower(place) as follower:
+        version = publisher.publish(Tied(is_tied=False), step=1)
+        ours = Tied(is_tied=False)
+        _sealed(Path(place), replace(version, tied={"other": "lost", "first.weight": "last.weight"}))
+        assert follower.load_into(theirs := Tied(is_tied=False)) is not None
+        assert not torch.equal(theirs.first.weight, theirs.last.weight)
+        ours.other = nn.Parameter(torch.zeros(2, 3))
+        with pytest.raises(UserError, match="the version lacks other"):
+            follower.load_into(ours)
 
 
 def test_a_model_that_ties_what_a_version_has_twice_is_refused(place: str) -> None:
@@ -313,6 +338,33 @@ def test_in_a_loop_the_loops_version_is_loaded(place: str) -> None:
             assert follower.load_into(model) == version and same_bits(model, state)
             break
         assert follower.load_into(model) != version and same_bits(model, changed(state, 1))
+
+
+def test_two_threads_may_use_one_follower(place: str) -> None:
+    state = {name: torch.zeros(1 << 18) for name in "abcd"}
+    failures = list[BaseException]()
+
+    def iterate() -> None:
+        try:
+            for version in follower:
+                if version.step == 20:
+                    return
+        except BaseException as error:
+            failures.append(error)
+
+    with diloco.Publisher(place, dtype=None) as publisher, diloco.Follower(place, poll_seconds=0.001) as follower:
+        publisher.publish(state, step=0)
+        thread = threading.Thread(target=iterate, daemon=True)
+        thread.start()
+        model = {name: tensor.clone() for name, tensor in state.items()}
+        for step in range(1, 21):
+            # The last one is the thread's.
+            publisher.publish({name: torch.full_like(tensor, step) for name, tensor in state.items()}, step=step)
+            version = follower.load_into(model) if step < 20 else None
+            for tensor in model.values() if version is not None else ():
+                assert torch.equal(tensor, torch.full_like(tensor, version.step))
+        thread.join(10)
+    assert not failures and not thread.is_alive()
 
 
 def test_a_state_that_was_kept_is_taken_up(place: str) -> None:
@@ -501,6 +553,7 @@ def test_what_cannot_be_published_is_refused(place: str, state: dict[str, Tensor
     "options, words",
     [
         ({"step": -1}, "step=-1"),
+        ({"step": 2.0}, "step=2.0 must be a whole number"),
         ({"step": 1, "facts": {"a": float("nan")}}, "facts="),
         (
             {"step": 1, "facts": {"a": "x" * (1 << 20)}},

@@ -1,21 +1,29 @@
 """The versions that a run publishes beside its training."""
 
-from dataclasses import dataclass
+import os
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.processes import run_replicas
 from tests.training.runs import quick_config, run, summary
 from torch import nn
 
 import diloco
 from diloco.errors import UserError
+from diloco.outer.step import OuterStep
 from diloco.publishing.differences import content_digest
+from diloco.publishing.publisher import Publisher
 from diloco.publishing.versions import Version
+from diloco.schedule import Sync
 from diloco.training.config.config import TrainConfig
 from diloco.training.loop import train
+from diloco.training.processes import STORE
 from diloco.training.versions import RunPublisher
 
 
@@ -41,11 +49,13 @@ def versions(place: Path, *, follower: diloco.Follower) -> dict[int, Version]:
     return {version.number: version for version in listed}
 
 
-def publisher_of(engine: diloco.StreamingDiLoCo, place: Path, *, every: int = 1) -> RunPublisher:
-    """The publisher of a replica alone."""
+def publisher_of(
+    engine: diloco.StreamingDiLoCo, place: Path, *, every: int = 1, rendezvous: object = None
+) -> RunPublisher:
+    """The publisher of a replica, alone or in the run of a rendezvous."""
     config = SimpleNamespace(publish=str(place), publish_every=every, timeout_seconds=10, name="run")
     config.model = SimpleNamespace(published_name=lambda name: name)
-    world = SimpleNamespace(rendezvous=None, replica=0, rank=0)
+    world = SimpleNamespace(rendezvous=rendezvous, replica=0, rank=0)
     return RunPublisher(config, world, _State(engine))  # pyright: ignore[reportArgumentType]
 
 
@@ -69,7 +79,7 @@ def test_a_version_has_every_fragment_after_the_same_round(tmp_path: Path, overl
         publisher.after(step, outer_steps)
         publisher._thread.join()
     engine.finish()
-    publisher.finish()
+    publisher.finish()()
     publisher.close()
     with diloco.Follower(str(place)) as follower:
         listed = versions(place, follower=follower)
@@ -83,6 +93,56 @@ def test_a_version_has_every_fragment_after_the_same_round(tmp_path: Path, overl
     final = {name: tensor.bfloat16() for name, tensor in engine.outer_parameters().items()}
     last = listed[max(listed)]
     assert last.facts == {"run": "run", "final": True} and last.digest == content_digest(final)
+
+
+def outer_step(fragment: int, round: int, members: tuple[int, ...]) -> OuterStep:
+    cohort = SimpleNamespace(members=members)
+    return cast("OuterStep", SimpleNamespace(sync=Sync(fragment, round, 0), cohort=cohort))
+
+
+def test_replicas_of_a_store_agree_who_publishes_and_what_is_last(tmp_path: Path) -> None:
+    """One takes the outer steps of a round in another order than the other, and has taken fewer inner steps."""
+    steps, place = [outer_step(0, 3, (0, 1)), outer_step(1, 3, (1, 2))], tmp_path / "place"
+    logs = (SimpleNamespace(round=4), SimpleNamespace(round=3))
+    publishers = list[RunPublisher]()
+    for replica, order in ((0, steps), (1, steps[::-1])):
+        rendezvous = SimpleNamespace(replica=replica, is_closed=True)
+        rendezvous.state = SimpleNamespace(allowed=(), members=(), fragments=logs)
+        engine = diloco.StreamingDiLoCo(Net(), sync_every=6, exchange=diloco.LoopbackExchange())
+        assert len(engine.settings.fragments) == 2
+        publishers.append(publisher_of(engine, place, rendezvous=rendezvous))
+        publishers[-1].after(10 - 9 * replica, order)
+    assert [publisher._thread is not None for publisher in publishers] == [False, True]
+    publishers[1]._thread.join()
+    for publisher, step in zip(publishers, (10, 1), strict=True):
+        publisher.state.step = step
+        publisher.finish()()
+        publisher.close()
+    with diloco.Follower(str(place)) as follower:
+        listed = versions(place, follower=follower)
+    assert [(version.step, version.facts.get("final")) for version in listed.values()] == [(18, None), (25, True)]
+
+
+def take_long_to_publish(config: TrainConfig) -> bool:
+    place = {"RANK": os.environ["DILOCO_REPLICA"], "LOCAL_RANK": os.environ["DILOCO_REPLICA"], "WORLD_SIZE": "2"}
+    os.environ |= place | {STORE: str(config.runs.parent / "meeting")}
+    publish = Publisher.publish
+
+    def slow(self: Publisher, *arguments: Any, facts: dict, **options: Any) -> Version:
+        time.sleep(2 * config.timeout_seconds if facts.get("final") else 0)
+        return publish(self, *arguments, facts=facts, **options)
+
+    Publisher.publish = slow
+    return train(config) is not None
+
+
+@pytest.mark.slow
+def test_the_last_version_may_take_longer_than_others_wait(tmp_path: Path, small_corpus: Path) -> None:
+    settings = {"num_replicas": 2, "num_tokens": 32 * 8 * 16, "publish": str(tmp_path / "place")}
+    config = replace(quick_config(tmp_path, small_corpus, name="x", **settings), timeout_seconds=2.0)
+    assert run_replicas(take_long_to_publish, 2, config, joined=False) == [True, True]
+    with diloco.Follower(str(tmp_path / "place")) as follower:
+        assert follower.update().facts["final"]
 
 
 @pytest.mark.slow

@@ -53,7 +53,8 @@ def _follow(
             raise UserError(f"{url} has no version yet: start its publisher first", "url")
         for version in [follower.version] if once else follower:
             assert version is not None, "a version is held"
-            directory.write(version, follower.state, {name: follower.file(name) for name in version.files})
+            if version != held:
+                directory.write(version, follower.state, {name: follower.file(name) for name in version.files})
             facts = f"version {version.number}, step {version.step}, {version.digest:.16}"
             print(f"{facts}: {directory.current}", flush=True)
             _load(servers, directory.current, version.number, once)

@@ -23,8 +23,6 @@ _FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 _NO_FILES = ("model.safetensors.index.json", "trainer_state.json")
 _CURRENT = "current"
 _NUMBER = "version.json"
-_KEPT = 2
-"""Directories of versions that are kept: who has opened the last but one can read it to its end."""
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, bytes]]:
@@ -111,7 +109,9 @@ class FollowedDirectory:
         partial = self.path / f".{directory.name}.partial"
         weights = _WEIGHTS[2 if "adapter_config.json" in files and "config.json" not in files else 0]
         with writing(directory, version.num_bytes):
-            shutil.rmtree(partial, ignore_errors=True)
+            for path in self.path.glob(".version-*.partial"):  # of a write that was interrupted, or had no room
+                shutil.rmtree(path, ignore_errors=True)
+            before = self.current.resolve().name
             partial.mkdir()
             for name, content in files.items():
                 (partial / name).write_bytes(content)
@@ -128,12 +128,7 @@ class FollowedDirectory:
             link.symlink_to(directory.name)
             link.replace(self.current)
             sync(self.path)
-        self._remove_old(version.number)
-
-    def _remove_old(self, number: int) -> None:
-        names = (re.fullmatch(r"version-(\d{1,12})", path.name) for path in self.path.iterdir())
-        others = sorted({int(name[1]) for name in names if name} - {number})
-        for other in others[: 1 - _KEPT]:
-            shutil.rmtree(self.path / f"version-{other}", ignore_errors=True)
-        for path in self.path.glob(".version-*.partial"):
-            shutil.rmtree(path, ignore_errors=True)
+        # The version before stays: who has opened it can read it to its end.
+        for path in self.path.iterdir():
+            if re.fullmatch(r"version-\d{1,12}", path.name) and path.name not in (before, directory.name):
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Follow the versions of a model's weights from a place in a store."""
 
 import re
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,6 +70,8 @@ class Follower:
         self._is_iterated = False
         self._loaded: tuple[weakref.ref[nn.Module], str] | None = None
         """The module that was loaded last, and the digest of its version."""
+        self._lock = threading.RLock()
+        """Held while a version is taken or copied: the state is changed in place."""
         self._background = Background("diloco follower")
         self._background.start()
         weakref.finalize(self, self._background.stop)
@@ -96,13 +99,15 @@ class Follower:
             UserError: if it is of another model, or the versions begin anew.
             StoreError: if the store refuses a request, or gives no answer.
         """
-        return self._background.wait(self._update(lists=True), _FOR_EVER, self._store.url)
+        with self._lock:
+            return self._background.wait(self._update(lists=True), _FOR_EVER, self._store.url)
 
     def __iter__(self) -> Iterator[Version]:
         try:
             for poll in count():
                 lists = poll % _POLLS_PER_LIST == 0
-                version = self._background.wait(self._update(lists=lists), _FOR_EVER, self._store.url)
+                with self._lock:
+                    version = self._background.wait(self._update(lists=lists), _FOR_EVER, self._store.url)
                 if version is None:
                     time.sleep(self._poll_seconds)
                     continue
@@ -127,18 +132,19 @@ class Follower:
         Raises:
             UserError: naming the tensors that do not fit, besides what `update` raises.
         """
-        if not self._is_iterated:
-            self.update()
-        held = self._chain.held
-        if held is None:
-            return None
-        if self._loaded is not None and self._loaded[0]() is model and self._loaded[1] == held.version.digest:
-            return None
-        self._loaded = None
-        load(held.state, held.version.tied, model)
-        if isinstance(model, nn.Module):
-            self._loaded = weakref.ref(model), held.version.digest
-        return held.version
+        with self._lock:
+            if not self._is_iterated:
+                self.update()
+            held = self._chain.held
+            if held is None:
+                return None
+            if self._loaded is not None and self._loaded[0]() is model and self._loaded[1] == held.version.digest:
+                return None
+            self._loaded = None
+            load(held.state, held.version.tied, model)
+            if isinstance(model, nn.Module):
+                self._loaded = weakref.ref(model), held.version.digest
+            return held.version
 
     def resume(self, number: int, state: State) -> Version | None:
         """Hold a version whose weights were kept elsewhere, such as on disk; None if they are not the version's.

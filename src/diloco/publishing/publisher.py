@@ -5,7 +5,7 @@ import logging
 import re
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -142,8 +142,8 @@ class Publisher:
                 another publisher writes to this place.
             StoreError: if the store refuses a request, or gives no answer.
         """
-        if step < 0:
-            raise UserError(f"step={step} must be at least 0", "step")
+        if not (isinstance(step, SupportsIndex) and 0 <= (step := int(step)) < 1 << 63):
+            raise UserError(f"step={step!r:.100} must be a whole number of at least 0", "step")
         values = json_facts(facts or {})
         for name, content in (files or {}).items():
             if len(content) > MOST_FILE_BYTES:

@@ -76,7 +76,7 @@ def _check_dense(name: Any, tensor: Any) -> None:
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
     """Equal for two tensors that are one in memory."""
     place = tensor.device, tensor.data_ptr()
-    return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
 
 def num_bytes_of(state: Mapping[str, Tensor]) -> int:
@@ -172,7 +172,7 @@ def load(state: Mapping[str, Tensor], tied: Mapping[str, str], model: "nn.Module
         UserError: naming the tensors that do not fit.
     """
     targets = dict(model.state_dict() if isinstance(model, nn.Module) else model)
-    sources = {**state, **{name: state[first] for name, first in tied.items()}}
+    sources = {**{name: state[first] for name, first in tied.items() if first in state}, **state}
     groups = dict[Any, list[str]]()
     for name, target in targets.items():
         _check_dense(name, target)
@@ -204,6 +204,11 @@ def _check_copy(names: list[str], targets: Mapping[str, Tensor], sources: Mappin
         raise UserError(
             f"{names[0]} has the shape {tuple(target.shape)} in the model, and {tuple(source.shape)} in the "
             "version: build the model that is published"
+        )
+    if not torch.can_cast(source.dtype, target.dtype):
+        raise UserError(
+            f"{names[0]} is {target.dtype} in the model, which can't hold the version's {source.dtype}: load the "
+            "version before the model is quantized"
         )
 
 

@@ -233,8 +233,7 @@ class _Run:
             self.log.close()
         if self.world.rendezvous is not None:
             self.world.rendezvous.leave()
-        if self.publisher is not None:
-            self.publisher.finish()
+        publish_last = None if self.publisher is None else self.publisher.finish()
         loss = evaluate(self.state, self.world, self.held_out, together=True)
         outcome = conclude(self.state, self.config, self.world, loss, self._means())
         if outcome is not None and outcome.summary.get("closed") is False:
@@ -243,6 +242,8 @@ class _Run:
                 f"{OUTER_FILE} in {self.config.directory} are those after entry {outcome.summary['entry']} of the "
                 f"log, which may not be its last: see with diloco store status {self.config.rendezvous}"
             )
+        if publish_last is not None:
+            publish_last()
         return outcome
 
     def _means(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ the parameters after a step.
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,8 +45,8 @@ class RunPublisher:
     config: TrainConfig
     world: World
     state: TrainState
-    _kept: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
-    """By round and fragment, Θ_p after it."""
+    _kept: dict[int, dict[int, tuple[dict[str, Tensor], int | None]]] = field(default_factory=dict)
+    """By round and fragment, Θ_p after it, and the first replica that was in this outer step."""
     _publisher: Publisher | None = None
     _thread: threading.Thread | None = None
     _skipped: list[str] = field(default_factory=list)
@@ -84,26 +84,30 @@ class RunPublisher:
         for p, outer_step in newest.items():
             taken = outer_step.sync.round
             if taken % every == 0:
-                self._keep(taken, p, sync)
+                first = None if outer_step.cohort is None else outer_step.cohort.members[0]
+                self._keep(taken, p, first, sync)
                 if len(self._kept.get(taken, ())) == len(sync.settings.fragments):
-                    self._publish_round(taken, outer_step, sync)
+                    self._publish_round(taken, sync)
 
-    def _keep(self, round: int, fragment: int, sync: StreamingDiLoCo) -> None:
-        self._kept.setdefault(round, {})[fragment] = self._copied(sync.settings.fragments[fragment].parameters)
+    def _keep(self, round: int, fragment: int, first: int | None, sync: StreamingDiLoCo) -> None:
+        copies = self._copied(sync.settings.fragments[fragment].parameters)
+        self._kept.setdefault(round, {})[fragment] = copies, first
         for old in sorted(self._kept)[:-_ROUNDS_AT_ONCE]:
             del self._kept[old]
 
-    def _publish_round(self, round: int, last: OuterStep, sync: StreamingDiLoCo) -> None:
-        """Publish a round; where replicas come and go, in the first of those that were in its last outer step."""
+    def _publish_round(self, round: int, sync: StreamingDiLoCo) -> None:
+        """Publish a round; where replicas come and go, in the first that was in the last fragment's outer step.
+
+        Replicas take the outer steps of different fragments in different orders.
+        """
         fragments = self._kept.pop(round)
         for old in [kept for kept in self._kept if kept < round]:
             del self._kept[old]
         rendezvous = self.world.rendezvous
-        if rendezvous is not None and self._publisher is not None:
-            is_first = last.cohort is not None and last.cohort.members[0] == rendezvous.replica
-            if not is_first:
-                return
-        tensors = {name: tensor for part in fragments.values() for name, tensor in part.items()}
+        _, first = fragments[len(fragments) - 1]
+        if rendezvous is not None and self._publisher is not None and first != rendezvous.replica:
+            return
+        tensors = {name: tensor for part, _ in fragments.values() for name, tensor in part.items()}
         self._start(tensors, step=round * sync.settings.schedule.sync_every, facts={"round": round})
 
     def _copied(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -153,24 +157,40 @@ class RunPublisher:
             _LOG.log(logging.WARNING if skipped and not self._has_warned else logging.INFO, "%s", line)
             self._has_warned = self._has_warned or bool(skipped)
 
-    def finish(self) -> None:
-        """Publish the outer parameters of the end, and wait for it.
+    def finish(self) -> Callable[[], None]:
+        """Copy the outer parameters of the end; the returned function publishes them, and waits for that.
+
+        The others of a fixed group wait for this process as long as the config says: it publishes after them.
 
         Raises:
-            UserError: if the place of the versions is another's.
+            UserError: by the returned function, if the place of the versions is another's.
         """
         if self.world.replica != 0:
-            return
+            return lambda: None
         tensors = self._copied(list(self.state.sync.outer_parameters()))
-        if self._thread is not None:
-            self._thread.join()
-        rendezvous = self.world.rendezvous
-        if rendezvous is None or self.world.rank != 0 or rendezvous.is_closed:
-            self._start(tensors, step=self.state.step, facts={"final": True})
-        if self._thread is not None:
-            self._thread.join()
-        if self._failure is not None:
-            raise self._failure
+
+        def publish() -> None:
+            if self._thread is not None:
+                self._thread.join()
+            if (step := self._last_step()) is not None:
+                self._start(tensors, step=step, facts={"final": True})
+            if self._thread is not None:
+                self._thread.join()
+            if self._failure is not None:
+                raise self._failure
+
+        return publish
+
+    def _last_step(self) -> int | None:
+        """The step of the last version, after those of all rounds; None where others may go on."""
+        rendezvous, sync = self.world.rendezvous, self.state.sync
+        if rendezvous is None or self._publisher is None:
+            return self.state.step
+        if not rendezvous.is_closed:
+            return None
+        assert isinstance(sync, StreamingDiLoCo), "a rendezvous has an engine"
+        # One for all: a replica's own steps may be fewer than the run's.
+        return max(log.round for log in rendezvous.state.fragments) * sync.settings.schedule.sync_every + 1
 
     def close(self) -> None:
         """End without another version; one that is being published is left."""
