@@ -100,17 +100,33 @@ def outer_step(fragment: int, round: int, members: tuple[int, ...]) -> OuterStep
     return cast("OuterStep", SimpleNamespace(sync=Sync(fragment, round, 0), cohort=cohort))
 
 
+def rendezvous_of(replica: int, run: str) -> SimpleNamespace:
+    """A rendezvous in which a run of two fragments has ended."""
+    logs = (SimpleNamespace(round=4), SimpleNamespace(round=3))
+    state = SimpleNamespace(allowed=(), members=(), fragments=logs, run=run)
+    return SimpleNamespace(replica=replica, is_closed=True, state=state)
+
+
+def test_a_place_with_newer_versions_of_another_run_ends_the_run(tmp_path: Path) -> None:
+    with diloco.Publisher(str(tmp_path / "place")) as publisher:
+        publisher.publish(Net(), step=1000)
+    engine = diloco.StreamingDiLoCo(Net(), sync_every=6, exchange=diloco.LoopbackExchange())
+    ours = publisher_of(engine, tmp_path / "place", rendezvous=rendezvous_of(0, "a"))
+    ours.after(20, [outer_step(fragment, 3, (0, 1)) for fragment in (0, 1)])
+    ours._thread.join()
+    with pytest.raises(UserError, match="version 0 of step 1000 is published already, by another run: publish at"):
+        ours.after(21, ())
+    ours.close()
+
+
 def test_replicas_of_a_store_agree_who_publishes_and_what_is_last(tmp_path: Path) -> None:
     """One takes the outer steps of a round in another order than the other, and has taken fewer inner steps."""
     steps, place = [outer_step(0, 3, (0, 1)), outer_step(1, 3, (1, 2))], tmp_path / "place"
-    logs = (SimpleNamespace(round=4), SimpleNamespace(round=3))
     publishers = list[RunPublisher]()
     for replica, order in ((0, steps), (1, steps[::-1])):
-        rendezvous = SimpleNamespace(replica=replica, is_closed=True)
-        rendezvous.state = SimpleNamespace(allowed=(), members=(), fragments=logs)
         engine = diloco.StreamingDiLoCo(Net(), sync_every=6, exchange=diloco.LoopbackExchange())
         assert len(engine.settings.fragments) == 2
-        publishers.append(publisher_of(engine, place, rendezvous=rendezvous))
+        publishers.append(publisher_of(engine, place, rendezvous=rendezvous_of(replica, "a")))
         publishers[-1].after(10 - 9 * replica, order)
     assert [publisher._thread is not None for publisher in publishers] == [False, True]
     publishers[1]._thread.join()

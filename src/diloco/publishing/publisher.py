@@ -39,7 +39,9 @@ _FOR_EVER = float(1 << 30)
 
 
 class OvertakenError(UserError):
-    """Another publisher of the same states has published this one, or a newer one."""
+    """Another publisher of the same states has published this one, or a newer one, `newest` where it was read."""
+
+    newest: Version | None = None
 
 
 class Publisher:
@@ -176,7 +178,9 @@ class Publisher:
         await self._look()
         before, newest = self._chain.held, self._newest
         if not self._is_alone and newest is not None and newest.step >= step:
-            raise OvertakenError(f"version {newest.number} of step {newest.step} is published already")
+            overtaken = OvertakenError(f"version {newest.number} of step {newest.step} is published already")
+            overtaken.newest = newest
+            raise overtaken
         if before is not None and (difference := unlike(before.state, state)):
             raise UserError(
                 f"{self._store.url} has {before.version.name} of another model: {difference}: publish this one at "

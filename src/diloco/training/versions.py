@@ -136,17 +136,19 @@ class RunPublisher:
         if (rendezvous := self.world.rendezvous) is not None:
             state = rendezvous.state
             self._publisher.share_with([*state.allowed, *(member.key for member in state.members)])
+            facts["log"] = state.run
         named = {self.config.model.published_name(name): tensor for name, tensor in tensors.items()}
         try:
             version = self._publisher.publish(named, step=step, facts=facts, files=files)
         except CancelledError:
             pass  # the run ends
         except OvertakenError as error:
-            _LOG.info("%s", error)
+            if error.newest is None or error.newest.facts.get("log") == facts.get("log"):
+                _LOG.info("%s", error)
+            else:
+                self._refused(step, UserError(f"{error}, by another run: publish at a URL of its own", "publish"))
         except DilocoError as error:
-            if isinstance(error, UserError) and not self._has_published:
-                self._failure = error
-            _LOG.warning("the parameters of step %d were not published: %s", step, error)
+            self._refused(step, error)
         else:
             self._has_published = True
             line = f"version {version.number} of step {step} is published: {version.smallest.num_bytes:,} bytes"
@@ -156,6 +158,11 @@ class RunPublisher:
                 line += f"; {unit}s {', '.join(skipped)} came meanwhile and were skipped"
             _LOG.log(logging.WARNING if skipped and not self._has_warned else logging.INFO, "%s", line)
             self._has_warned = self._has_warned or bool(skipped)
+
+    def _refused(self, step: int, error: DilocoError) -> None:
+        if isinstance(error, UserError) and not self._has_published:
+            self._failure = error
+        _LOG.warning("the parameters of step %d were not published: %s", step, error)
 
     def finish(self) -> Callable[[], None]:
         """Copy the outer parameters of the end; the returned function publishes them, and waits for that.
