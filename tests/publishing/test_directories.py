@@ -160,6 +160,7 @@ def test_a_file_that_cannot_be_written_leaves_the_version_before(tmp_path):
     "arguments, words",
     [
         (["publish", "a"], "name a checkpoint and then the URL: diloco publish CHECKPOINT … URL"),
+        (["publish", "a", "checkpoint"], "checkpoint is a checkpoint: name the URL last"),
         (["publish", "missing", "place"], "missing is no checkpoint: give a file of safetensors, or a directory"),
         (["publish", "damaged.safetensors", "place"], "damaged.safetensors can't be read"),
         (["follow", "place"], "diloco follow needs --to"),
@@ -175,6 +176,8 @@ def test_command_lines_that_are_refused(tmp_path, monkeypatch, capsys, arguments
     monkeypatch.chdir(tmp_path)
     Path("damaged.safetensors").write_bytes(b"damaged")
     Path("taken", "current").mkdir(parents=True)
+    Path("checkpoint").mkdir()
+    Path("checkpoint", "model.safetensors").touch()
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert words in capsys.readouterr().err

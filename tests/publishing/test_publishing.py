@@ -376,6 +376,16 @@ def test_a_state_that_was_kept_is_taken_up(place: str) -> None:
         assert follower.store.bytes_down < 16_000 and same_bits(states[2], follower.state)
 
 
+def test_the_files_of_a_version_outlast_the_next_one(place: str) -> None:
+    with diloco.Publisher(place, whole_every=1, keep=1) as publisher, diloco.Follower(place) as follower:
+        for step in range(3):
+            publisher.publish({"a": torch.zeros(2)}, step=step, files={"config.json": str(step).encode()})
+            if step:
+                assert follower.file("config.json") == str(step - 1).encode()
+            follower.update()
+        assert len(list(Path(place, "files").iterdir())) == 2
+
+
 def _cut(place: Path, version: Version) -> None:
     part = place / part_name(version.number, version.difference, 0)
     part.write_bytes(part.read_bytes()[:-1])

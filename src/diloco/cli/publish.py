@@ -45,6 +45,8 @@ def _publish(
     from diloco.publishing.publisher import Publisher
 
     *paths, url = checkpoints
+    if any(Path(url).glob("*.safetensors")):
+        raise UserError(f"{url} is a checkpoint: name the URL last: diloco publish CHECKPOINT … URL")
     options = {"whole_every": whole_every, "keep": keep, "key": None if key is None else str(key)}
     with Publisher(url, dtype=None if dtype == "own" else getattr(torch, dtype), **options) as publisher:
         for place, path in enumerate(paths):

@@ -211,7 +211,7 @@ class Publisher:
         if await self._store.create(VERSION.name(number), head, patience_seconds=self._patience) is not None:
             self._lose(number)
         self._chain.held, self._newest, self._is_known = Held(version, state), version, True
-        await self._clean(version)
+        await self._clean(version, newest)
         return version
 
     async def _look(self) -> None:
@@ -271,18 +271,19 @@ class Publisher:
             raise UserError(f"{error}: give shorter facts, and files with plain names", "facts", "files") from None
         return head
 
-    async def _clean(self, version: Version) -> None:
+    async def _clean(self, version: Version, before: Version | None) -> None:
         """Delete old versions after each whole one, and what an earlier publisher left behind when it was killed.
 
-        Headers go first, so that every header has its bodies.
+        Headers go first, so that every header has its bodies. The files of the version before stay: a follower may
+        be about to read them.
         """
         if version.whole is None and self._has_cleaned:
             return
         try:
             oldest = version.start
             for _ in range(self._keep - 1):
-                before = await self._chain.version(oldest - 1) if oldest else None
-                oldest = oldest if before is None else before.start
+                last = await self._chain.version(oldest - 1) if oldest else None
+                oldest = oldest if last is None else last.start
             old = [VERSION.name(number) for number in await self._chain.numbers() if number < oldest]
             await self._store.delete(old)
             own = tuple(f"{body_name(version.number, b)}/" for b in (version.whole, version.difference) if b)
@@ -291,7 +292,7 @@ class Publisher:
             old = [name for name, number in numbers.items() if number < oldest]
             # A publisher that was killed may have begun the body of this number.
             old += [n for n, number in numbers.items() if number == version.number and not n.startswith(own)]
-            files = {file_name(file) for file in version.files.values()}
+            files = {file_name(file) for kept in (version, before) if kept for file in kept.files.values()}
             await self._store.delete([*old, *(n for n, _ in await self._store.list("files") if n not in files)])
             self._has_cleaned = True
         except (StoreError, PayloadError) as error:
