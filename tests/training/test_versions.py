@@ -56,7 +56,7 @@ def publisher_of(
     config = SimpleNamespace(publish=str(place), publish_every=every, timeout_seconds=10, name="run")
     config.model = SimpleNamespace(published_name=lambda name: name)
     world = SimpleNamespace(rendezvous=rendezvous, replica=0, rank=0)
-    return RunPublisher(config, world, _State(engine))  # pyright: ignore[reportArgumentType]
+    return RunPublisher(config, world, _State(engine))
 
 
 @pytest.mark.parametrize("overlap, every", [(0, 1), (4, 1), (4, 2)])
