@@ -25,6 +25,7 @@ from jaxtyping import install_import_hook
 from tests.memory import backgrounds
 from tests.servers import azurite as azurite
 from tests.servers import directory as directory
+from tests.servers import hugging_face as hugging_face
 from tests.servers import moto as moto
 from tests.servers import seaweedfs as seaweedfs
 from tests.servers import server as server

@@ -35,7 +35,7 @@ def _check(url: tyro.conf.Positional[str], racers: int = 4, rounds: int = 50, js
     """Race for names with several clients, and time requests; ends with 1 if no run can trust the store.
 
     Args:
-        url: Directory, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix.
+        url: Directory, s3://bucket/prefix, gs://…, az://… or hf://buckets/….
         racers: Clients that create the same name at once.
         rounds: Races, one after another.
         json: Print JSON.
