@@ -157,7 +157,7 @@ class HuggingFaceConfig(ModelConfig):
                 inner.save_pretrained(directory, save_embedding_layers=False)
                 sentence = f"The adapters belong to the model `{self.hf}`, which peft reads from there."
             else:
-                inner = inner.merge_and_unload() if merged else inner
+                inner = _merged(self, inner) if merged else inner
                 for one in filter(None, (inner.config, getattr(inner, "generation_config", None))):
                     one.bos_token_id = one.eos_token_id = bos_id
                 inner.save_pretrained(directory)
@@ -166,6 +166,23 @@ class HuggingFaceConfig(ModelConfig):
             for path in directory.glob("*.safetensors"):
                 path.chmod(mode)  # the library makes files that nobody else may read
         return sentence
+
+
+def _merged(config: HuggingFaceConfig, adapted: Any) -> Any:
+    """The model with its adapters added to the weights; weights of 4 bits are widened to FP32 first."""
+    values = json.loads(config.architecture)
+    if values.pop("quantization_config", None) is None:
+        return adapted.merge_and_unload()
+    import torch
+
+    with torch.device("meta"):  # the library does not save a model that it has widened itself
+        plain = _drawn(replace(config, architecture=json.dumps(values)))
+    plain.load_state_dict(_read(config).dequantize().float().state_dict(), assign=True)
+    plain.tie_weights()
+    plain = _with_adapters(plain, config.lora)
+    trained = {name: value for name, value in adapted.named_parameters() if value.requires_grad}
+    plain.load_state_dict(trained, strict=False)
+    return plain.merge_and_unload()
 
 
 @cache
