@@ -18,8 +18,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from diloco.auto import chosen
-
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -31,10 +29,17 @@ LLAMA = {
     "bos_token_id": 256,
     "eos_token_id": 256,
 }
-SEQUENCE, BATCH, SYNC_EVERY, MIXING = 128, 16, 20, 0.5
+SEQUENCE, BATCH = 128, 16
 COLUMNS: tuple[str, ...] = (
-    *("arm", "outer", "seed", "held_out_loss", "standard_error", "tokens", "bytes_sent", "seconds"),
+    *("outer", "sync_every", "batch", "learning_rate", "seed"),
+    *("held_out_loss", "standard_error", "tokens", "bytes_sent", "seconds"),
 )
+ARMS = tuple(
+    (outer, sync_every, batch, learning_rate)
+    for learning_rate in (8e-3, 4e-3)
+    for outer, sync_every, batch in (("", 1, BATCH), ("auto", 20, BATCH), ("", 1, BATCH // 2))
+) + tuple((outer, sync_every, BATCH, 4e-3) for outer, sync_every in (("sgd:lr=1", 20), ("auto", 10), ("auto", 5)))
+"""The outer rule of two homes, or nothing for one trainer; H; sequences per step of all; and the learning rate."""
 
 
 def main() -> None:
@@ -43,24 +48,18 @@ def main() -> None:
         parser.add_argument(name, type=Path, required=True)
     parser.add_argument("--pretrain-steps", type=int, default=600)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     arguments = parser.parse_args()
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
     base = pretrained(arguments)
-    lr, momentum = chosen(arguments.steps // SYNC_EVERY, 2, SYNC_EVERY, MIXING)
-    outers = {
-        "auto": f"nesterov:lr={lr},momentum={momentum}",
-        "averaging": "sgd:lr=1",
-        "default": "nesterov:lr=0.4,momentum=0.9",
-    }
     table = output / "two_homes.csv"
-    done = {(row["arm"], row["seed"]) for row in csv.DictReader(table.open())} if table.exists() else set()
+    done = {tuple(row[name] for name in COLUMNS[:5]) for row in rows_of(table)} if table.exists() else set()
     for seed in arguments.seeds:
-        for arm, outer in {"one trainer": "", **outers}.items():
-            if (arm, str(seed)) not in done:
-                append(table, {"arm": arm, "outer": outer, "seed": seed, **run(arguments, base, outer, seed)})
+        for arm in ARMS:
+            row: dict[str, Any] = dict(zip(COLUMNS, (*arm, seed), strict=False))
+            if tuple(map(str, row.values())) not in done:
+                append(table, {**row, **run(arguments, base, **row)})
     report(table)
 
 
@@ -73,31 +72,40 @@ def pretrained(arguments: argparse.Namespace) -> Path:
         text = ["--data.train", str(arguments.pretrain), "--data.held-out", str(arguments.held_out)]
         flags = ["--model.hf", str(config), "--method", "data_parallel", "--num-replicas", "1", *text]
         flags += ["--num-tokens", str(arguments.pretrain_steps * BATCH * SEQUENCE)]
-        wait(start(arguments.output, "pretrained", [*flags, *common(0, 4e-3)]))
+        wait(start(arguments.output, "pretrained", [*flags, *common(0, BATCH, 4e-3)]))
         diloco = [sys.executable, "-m", "diloco"]
         exported = ["export", "runs/pretrained", "--to", "hf", "--output", "base"]
         subprocess.run([*diloco, *exported], cwd=arguments.output, check=True)
     return folder
 
 
-def common(seed: int, learning_rate: float) -> list[str]:
+def common(seed: int, batch: int, learning_rate: float) -> list[str]:
     """The flags of all runs."""
-    flags = ["--global-batch", str(BATCH), "--sequence-length", str(SEQUENCE), "--seed", str(seed)]
+    flags = ["--global-batch", str(batch), "--sequence-length", str(SEQUENCE), "--seed", str(seed)]
     flags += ["--optimizer.learning-rate", str(learning_rate), "--evaluation.num-tokens", "500000"]
     return [*flags, "--trackers", "--device", "cpu", "--precision", "fp32"]
 
 
-def run(arguments: argparse.Namespace, base: Path, outer: str, seed: int) -> dict[str, Any]:
+def run(
+    arguments: argparse.Namespace,
+    base: Path,
+    *,
+    outer: str,
+    sync_every: int,
+    batch: int,
+    learning_rate: float,
+    seed: int,
+) -> dict[str, Any]:
     """Train by one trainer, or with an outer rule in two homes, and read what came out."""
     flags = ["--model.hf", str(base.absolute()), "--model.lora", "rank=8"]
     flags += ["--data.train", str(arguments.train), "--data.held-out", str(arguments.held_out)]
-    flags += ["--num-tokens", str(arguments.steps * BATCH * SEQUENCE), *common(seed, arguments.learning_rate)]
+    flags += ["--num-tokens", str(arguments.steps * batch * SEQUENCE), *common(seed, batch, learning_rate)]
     names = ["home", "away"] if outer else ["alone"]
     for name in ("meeting", *(f"runs/{name}" for name in names)):
         shutil.rmtree(arguments.output / name, ignore_errors=True)
     if outer:
         flags += ["--rendezvous", "meeting", "--num-replicas", "2", "--diloco.outer", outer]
-        flags += ["--diloco.sync-every", str(SYNC_EVERY), "--diloco.mixing", str(MIXING)]
+        flags += ["--diloco.sync-every", str(sync_every)]
     else:
         flags += ["--method", "data_parallel", "--num-replicas", "1"]
     processes = [start(arguments.output, name, flags) for name in names]
@@ -132,13 +140,22 @@ def append(table: Path, row: dict[str, Any]) -> None:
         writer.writerow(row)
 
 
+def rows_of(table: Path) -> list[dict[str, str]]:
+    with table.open() as file:
+        return list(csv.DictReader(file))
+
+
 def report(table: Path) -> None:
-    """Print each loss, and its difference from the one trainer's of the same seed."""
-    rows = list(csv.DictReader(table.open()))
-    alone = {row["seed"]: float(row["held_out_loss"]) for row in rows if row["arm"] == "one trainer"}
+    """Print each loss, and its difference from the one trainer's of the same seed and learning rate."""
+    rows = rows_of(table)
+    alone = {
+        (row["learning_rate"], row["seed"]): float(row["held_out_loss"])
+        for row in rows
+        if not row["outer"] and row["batch"] == str(BATCH)
+    }
     for row in rows:
-        loss = float(row["held_out_loss"])
-        print(f"{row['arm']:12} seed {row['seed']}  {loss:.4f}  {100 * (loss / alone[row['seed']] - 1):+.2f} %")
+        loss, names = float(row["held_out_loss"]), "  ".join(f"{row[name]:9}" for name in COLUMNS[:5])
+        print(f"{names}{loss:.4f}  {100 * (loss / alone[row['learning_rate'], row['seed']] - 1):+.2f} %")
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ class HuggingFaceConfig(ModelConfig):
                 inner.save_pretrained(directory, save_embedding_layers=False)
                 sentence = f"The adapters belong to the model `{self.hf}`, which peft reads from there."
             else:
-                inner = _merged(self, inner) if merged else inner
+                inner = _merged(self, self.lora, inner) if merged and self.lora else inner
                 for one in filter(None, (inner.config, getattr(inner, "generation_config", None))):
                     one.bos_token_id = one.eos_token_id = bos_id
                 inner.save_pretrained(directory)
@@ -168,7 +168,7 @@ class HuggingFaceConfig(ModelConfig):
         return sentence
 
 
-def _merged(config: HuggingFaceConfig, adapted: Any) -> Any:
+def _merged(config: HuggingFaceConfig, lora: str, adapted: Any) -> Any:
     """The model with its adapters added to the weights; weights of 4 bits are widened to FP32 first."""
     values = json.loads(config.architecture)
     if values.pop("quantization_config", None) is None:
@@ -176,10 +176,11 @@ def _merged(config: HuggingFaceConfig, adapted: Any) -> Any:
     import torch
 
     with torch.device("meta"):  # the library does not save a model that it has widened itself
-        plain = _drawn(replace(config, architecture=json.dumps(values)))
-    plain.load_state_dict(_read(config).dequantize().float().state_dict(), assign=True)
+        plain: Any = _drawn(replace(config, architecture=json.dumps(values)))
+    widened: Any = _read(config)
+    plain.load_state_dict(widened.dequantize().float().state_dict(), assign=True)
     plain.tie_weights()
-    plain = _with_adapters(plain, config.lora)
+    plain = _with_adapters(plain, lora)
     trained = {name: value for name, value in adapted.named_parameters() if value.requires_grad}
     plain.load_state_dict(trained, strict=False)
     return plain.merge_and_unload()
@@ -235,6 +236,9 @@ def _read(config: HuggingFaceConfig) -> "nn.Module":
         )
     if config.lora is None:
         _refuse_buffers(config, model)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # an evaluation would repack weights, and end all gradients
     return model
 
 
