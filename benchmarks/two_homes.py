@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--pretrain-steps", type=int, default=600)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--arms", type=int, default=len(ARMS), help="run the first so many for each seed")
     arguments = parser.parse_args()
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
@@ -56,7 +57,7 @@ def main() -> None:
     table = output / "two_homes.csv"
     done = {tuple(row[name] for name in COLUMNS[:5]) for row in rows_of(table)} if table.exists() else set()
     for seed in arguments.seeds:
-        for arm in ARMS:
+        for arm in ARMS[: arguments.arms]:
             row: dict[str, Any] = dict(zip(COLUMNS, (*arm, seed), strict=False))
             if tuple(map(str, row.values())) not in done:
                 append(table, {**row, **run(arguments, base, **row)})

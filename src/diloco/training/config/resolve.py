@@ -202,7 +202,7 @@ def with_method_values(config: TrainConfig) -> TrainConfig:
         )
     if config.rendezvous is not None and config.num_replicas == 1:
         raise UserError(
-            f"{NO_AUTO_IN_A_STORE.format('diloco.outer')}, or, in num_replicas, how many must join before the start",
+            f"{NO_AUTO_IN_A_STORE.format('diloco.outer')}, or num_replicas, how many must join before the start",
             *("diloco.outer", "num_replicas", "rendezvous"),
         )
     lr, momentum = chosen(*auto_facts(config))
