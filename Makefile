@@ -4,7 +4,7 @@
 # make gpu: the proof on a GPU, with the PyTorch of PYTHON; without a network, and none of it is installed.
 PYTHON ?= python3
 BIN := .venv/bin
-# The files in their order: by number of tests, the few that take minutes would come last.
+# The files in their order, which tests/conftest.py decides: by number of tests, those that take minutes would come last.
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 # Where this is set, each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE

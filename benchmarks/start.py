@@ -60,13 +60,13 @@ def _processor_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def measured(tree: Path, folder: Path, number: int) -> list[tuple[float, float]]:
+def measured(tree: Path, folder: Path, number: int, flags: list[str]) -> list[tuple[float, float]]:
     """Wall and processor seconds of each row; a first step has no processor seconds of its own."""
     (folder / "runs").mkdir(exist_ok=True)
     if (folder / "runs" / "run").exists():
         (folder / "runs" / "run").rename(folder / "runs" / f"before-{number}-{time.monotonic_ns()}")
     helps = [seconds(tree, ["-m", "diloco", *words], folder)[:2] for words in (["--help"], ["train", "--help"])]
-    wall, processor, first, _ = seconds(tree, ["-m", "diloco", "train", "tiny", "--name", "run"], folder)
+    wall, processor, first, _ = seconds(tree, ["-m", "diloco", "train", "tiny", "--name", "run", *flags], folder)
     engine = seconds(tree, ["-c", ENGINE], folder)[3].split()
     return [*helps, (wall, processor), (first, math.nan), (float(engine[0]), float(engine[1]))]
 
@@ -75,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--other", type=Path, help="the src/ of another tree, measured in turns with this one")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of the run")
     options = parser.parse_args()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     spec = find_spec("diloco")
@@ -85,11 +86,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for tree in trees.values():
-            measured(tree, folder, -1)  # prepares the text, and writes bytecode
+            measured(tree, folder, -1, options.flags)  # prepares the text, and writes bytecode
         times = {label: list[list[tuple[float, float]]]() for label in trees}
         for number in range(options.repeats):
             for label, tree in trees.items():
-                times[label].append(measured(tree, folder, number))
+                times[label].append(measured(tree, folder, number, options.flags))
     heads = [f"{label} wall, CPU" for label in trees]
     print(f"{f'median of {options.repeats}':<26}{''.join(f'{head:>20}' for head in heads)}")
     for index, row in enumerate(ROWS):

@@ -38,6 +38,7 @@ ROOMS = {
     "outer": "Outer step",
     "wire": "Wire",
     "exchange": "Exchange",
+    "publishing": "Published weights",
     "errors": "Errors",
 }
 """The headings of the API page, in their order; a room that is not here follows under its own name."""

@@ -11,6 +11,7 @@ import sys
 # Before anything starts threads: a core for each test process, and each replica that it starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 from tests.memory import backgrounds
+from tests.processes import SAMPLES
 from tests.servers import azurite as azurite
 from tests.servers import directory as directory
 from tests.servers import hugging_face as hugging_face
@@ -67,13 +69,14 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    settings.load_profile("quick" if config.getoption("markexpr") == "not slow" else "all")
+    is_quick = config.getoption("markexpr") == "not slow"
+    settings.load_profile("quick" if is_quick else "all")
     if num_examples := config.getoption("hostile_examples"):
         random = settings(settings.get_profile("all"), derandomize=False, database=None)
         settings.register_profile("hostile", random, max_examples=num_examples)
         config.option.timeout = 0  # as long as it takes
     else:
-        settings.register_profile("hostile", settings.get_profile("all"), max_examples=50)
+        settings.register_profile("hostile", settings.get_profile("all"), max_examples=25 if is_quick else 50)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -90,6 +93,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return True
     only_quick = config.getoption("markexpr") == "not slow"
     return (only_quick and "\npytestmark = pytest.mark.slow" in collection_path.read_text()) or None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files of most slow tests: one that comes last keeps one core busy, and the others idle."""
+    num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -num_slow[item.path])
 
 
 def pytest_collection_finish() -> None:
@@ -154,7 +163,7 @@ def finished_run(once, small_corpus: Path) -> Path:
         shutil.copy(small_corpus, folder / "text.jsonl")
         flags = ["--num-tokens", "61440", "--log-layer-cosine", "--evaluation.every-steps", "60"]
         flags += ["--data.cache", str(folder / "data"), *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT]
-        process = run(folder, "--name", "streaming", *flags)
+        process = run(folder, "--name", "streaming", *flags, **SAMPLES)
         assert process.returncode == 0, process.stdout + process.stderr
         assert not process.stderr, process.stderr
         (folder / "printed.txt").write_text(process.stdout)

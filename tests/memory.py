@@ -5,7 +5,7 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from diloco.rendezvous.follower import Background
+from diloco.rendezvous.log_thread import Background
 
 
 @contextmanager

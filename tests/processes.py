@@ -43,6 +43,9 @@ _CONTEXT.set_forkserver_preload(
     ]
 )
 
+SAMPLES = {"WHOLE_SAMPLES": "1"}
+"""The variable with which a program writes its samples to their end: of a tiny run's time they take a quarter."""
+
 
 class ReplicaError(AssertionError):
     """A replica raised, died or ran out of time; the message holds its traceback."""
@@ -194,11 +197,19 @@ def _be_program(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
+    if not SAMPLES.items() <= variables.items():
+        _shorten_samples()
     for stream, path in ((sys.stdout, output), (sys.stderr, errors)):
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
         os.dup2(descriptor, stream.fileno())
         os.close(descriptor)
     main(*args)
+
+
+def _shorten_samples() -> None:
+    from diloco.training.records import samples  # which every process has imported by now
+
+    samples._NUM_TOKENS = 16
 
 
 def _results(connections: Sequence[Any], deadline: float, mortal: Collection[int]) -> list[Any]:
@@ -292,6 +303,7 @@ def _replica(
             other.close()
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    _shorten_samples()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         if address is None:

@@ -65,7 +65,7 @@ def test_replicas_agree_through_a_directory(tmp_path):
     "snippet",
     [
         *("ema.py", "evaluate_and_resume.py", "masters.py", "merge_rule.py", "methods.py"),
-        *("resume_model_first.py", "trackers.py"),
+        *("publish_weights.py", "resume_model_first.py", "trackers.py"),
     ],
 )
 def test_snippets_run(snippet):
@@ -119,7 +119,10 @@ IN_OTHER_TESTS = {
     "ray_train.py": "integrations/test_ray.py",
     "lightning_autoencoder.py": "integrations/test_lightning.py",
     **dict.fromkeys(
-        ("accelerate_loop.py", "transformers_trainer.py", "trl_sft.py", "sharded_replicas.py"),
+        (
+            *("accelerate_loop.py", "transformers_trainer.py", "trl_sft.py"),
+            *("rl_two_sites.py", "sharded_replicas.py"),
+        ),
         "integrations/test_transformers.py",
     ),
 }

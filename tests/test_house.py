@@ -28,7 +28,7 @@ ROOMS = [
         "wire",
         "outer",
     ),
-    *("exchange", "rendezvous", "engine", "integrations", "models", "data", "evaluation"),
+    *("exchange", "rendezvous", "engine", "publishing", "integrations", "models", "data", "evaluation"),
     *("published", "simulator", "scaling", "training", "experiments", "report", "cli", "extend"),
 ]
 """A room imports only from rooms that stand before it."""

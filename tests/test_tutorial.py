@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.run
+from tests.forks import fork_pythons
 from tests.processes import run_mains
 from tests.running import EXAMPLES, ROOT, losses, replicas_agree
 
@@ -62,6 +64,11 @@ def run_shell(command: str) -> None:
     subprocess.run(command, shell=True, check=True)
 
 
+def torchrun(words: list[str]) -> None:
+    fork_pythons()
+    torch.distributed.run.main(words)
+
+
 def answer(text: str, words: list[str]) -> None:
     sys.stdin = io.StringIO(text)
     main(words)
@@ -73,8 +80,8 @@ def call(command: str) -> tuple[Any, ...]:
     if words[0] == "echo":
         _, text, _, _, *others = words
         return answer, text + "\n", others
-    if words[0] == "diloco":
-        return main, words[1:]
+    if words[0] in ("diloco", "torchrun"):
+        return main if words[0] == "diloco" else torchrun, words[1:]
     return (run_code, words[2]) if words[0] == "python" else (run_shell, command)
 
 

@@ -77,7 +77,7 @@ def _flags(place: Place, method: str, rate: str) -> list[str]:
     if place.dry:
         text = place.folder / "text.jsonl"
         text.write_text("".join(json.dumps({"text": f"line {i} of a text. " * 9}) + "\n" for i in range(200)))
-        flags = ["tiny", "--data.train", str(text), "--data.held-out-fraction", "0.1", "--num-tokens", "102400"]
+        flags = ["tiny", "--data.train", str(text), "--data.held-out-fraction", "0.1", "--num-tokens", "51200"]
     else:
         books = place.data / "books"
         text = ["--data.train", str(books / "train.jsonl"), "--data.held-out", str(books / "valid_chapters.jsonl")]

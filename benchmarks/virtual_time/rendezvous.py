@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diloco.files import sha256
 from diloco.rendezvous.contract import Content, Decision, Form, Joined, News, Offer, Payload, StoredSnapshot
-from diloco.rendezvous.deciding import may_decide
+from diloco.rendezvous.deciding import Decider, Pace
 from diloco.rendezvous.log.entries import (
     FORMAT,
     Body,
@@ -98,15 +98,7 @@ class VirtualLog:
         for seat in self.seats:
             if p not in seat.sent or seat.rounds[p] != log.round:
                 continue
-            elapsed = seat.num_steps - seat.sent[p].step - seat.sent[p].overlap
-            parts = may_decide(
-                self.state,
-                p,
-                here,
-                seat.replica,
-                overlap_over=elapsed >= 0,
-                patience_over=elapsed >= self.patience,
-            )
+            parts = seat.decider.in_time(self.state, seat.sent[p], here, seat.num_steps)
             if parts is not None:
                 before = f"{self.checksums[p, log.round]:016x}"
                 return seat, Outer(fragment=p, round=log.round + 1, before=before, contributions=parts)
@@ -174,6 +166,8 @@ class Seat:
         self.replica = len(log.state.members)
         log.append(Join(name=self.name, key="", step_tokens=STEP_TOKENS, most_steps=MOST_STEPS), self.replica)
         log.seats = [seat for seat in log.seats if seat.name != self.name] + [self]
+        pace = Pace(poll_seconds=0, memory_bytes=1, patience=log.patience, drain_seconds=0, close_seconds=0)
+        self.decider = Decider(self.replica, pace)
         self.rounds = [0] * log.rules.num_fragments
         """Outer steps of each fragment that this replica has taken."""
         self.news = list(log.decisions)

@@ -18,6 +18,8 @@ from diloco.fragments import strided as strided
 from diloco.fragments import whole as whole
 from diloco.outer.nesterov import Nesterov as Nesterov
 from diloco.outer.step import OuterStep as OuterStep
+from diloco.publishing.follower import Follower as Follower
+from diloco.publishing.publisher import Publisher as Publisher
 from diloco.rendezvous.store_rendezvous import StoreRendezvous as StoreRendezvous
 from diloco.schedule import Schedule as Schedule
 from diloco.version import __version__ as __version__

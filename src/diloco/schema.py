@@ -112,6 +112,18 @@ def checked_name(name: str) -> str:
         ) from None
 
 
+def json_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts that a user gives, as JSON holds them.
+
+    Raises:
+        UserError: if it can't.
+    """
+    try:
+        return json.loads(json.dumps(dict(facts), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"facts={facts!r} must hold finite numbers and strings: {error}", "facts") from None
+
+
 def spelled(kind: type[_T], spec: str, *, words: str = "NAME") -> _T:
     """An instance of a dataclass from a spelling with options, such as `e3m0:block=64`, which are its fields.
 

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.forks import fork_pythons
 from tests.processes import run_main
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+START_ANEW = ("start.py", "walks.py")
+"""Benchmarks that measure the start of an interpreter."""
 PROGRAMS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
@@ -29,6 +32,8 @@ def end_of(script: str, *arguments: object, cwd: Path | None = None) -> subproce
 def _run_script(path: str, words: list[str]) -> None:
     sys.argv = [path, *words]
     sys.path[0] = str(BENCHMARKS)
+    if Path(path).name not in START_ANEW:
+        fork_pythons()
     runpy.run_path(path, run_name="__main__")
 
 

@@ -47,4 +47,4 @@ def test_a_training_run_that_is_cut_off_goes_on(tmp_path: Path):
     assert process.returncode == 3 and "trained: the runs stand at {" in process.stdout
     run(*command)
     rows = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
-    assert [row.get("num_tokens") for row in rows] == [None, *2 * [102_400], None]
+    assert [row.get("num_tokens") for row in rows] == [None, *2 * [51_200], None]

@@ -47,6 +47,11 @@ class Smoke:
     """Asserts what holds between the numbers that it prints, and those of its first table."""
 
 
+def check_fleets(rows: Rows) -> None:
+    assert all(0 <= float(row["goodput"]) <= 1 for row in rows)
+    assert {row["method"] for row in rows if float(row["goodput"]) > 0.9} >= {"store gather", "store shares"}
+
+
 def check_losses(output: str, rows: Rows) -> None:
     assert len({row["eval_loss"] for row in rows}) == len(rows), "different methods"
 
@@ -76,6 +81,11 @@ def check_store_bytes(output: str, rows: Rows) -> None:
     assert shares == pytest.approx([payload * 9 / 8, 2 * payload * 7 / 8, 1.75], abs=0.06)
 
 
+def check_differences(output: str, rows: Rows) -> None:
+    small, large = (int(row["difference_bytes"]) for row in rows)
+    assert small < large < int(rows[1]["whole_bytes"])
+
+
 def check_hashes(output: str, rows: Rows) -> None:
     of_the_peer = [row for row in rows if row["method"] == "torchft_diloco"]
     if TORCHFT:
@@ -84,6 +94,13 @@ def check_hashes(output: str, rows: Rows) -> None:
 
 
 SMOKES = [
+    Smoke(
+        "fleets.py",
+        "--output {out} --replicas 2 6 --outer-steps 40 --seeds 0",
+        output=r"6 store shares",
+        tables=(("fleets.csv", 10),),
+        check=lambda output, rows: check_fleets(rows),
+    ),
     Smoke(
         "outer_auto.py",
         "{text} --output {out} --outer-steps 3 --sync-every 2 --replicas 1 2 --seeds 0 --points auto 1,0",
@@ -115,6 +132,14 @@ SMOKES = [
         r"fp32(.|\n)*e3m0",
         (("results.csv", 2),),
         check=check_sizes,
+    ),
+    Smoke(
+        "publish.py",
+        "--text {train} --states {out}/states --output {out} --layers 1 --heads 2 --width 16 --warm-up 2 "
+        "--repeats 1 --learning-rates 1e-6 1e-3",
+        r"\| 1e-6 \| [0-9.]+% \| (.|\n)*\n\| 1e-3 \| [0-9.]+% ",
+        (("publish.csv", 2),),
+        check=check_differences,
     ),
     Smoke("checksums.py", "--values 65536 --repeats 2", r"^65,536 values, copy .*encode [0-9.]+.*decode and add "),
     Smoke(
@@ -162,7 +187,11 @@ SMOKES = [
         "--text {train} --output {out} --vocabulary 300 --megabytes 0.1 --cores 1 2",
         r"\n +1 .*\n +2 .*\ndigest with 1 and with 8 workers: [0-9a-f]{64}",
     ),
-    Smoke("start.py", "--repeats 1", r"diloco train tiny +[0-9.]+, [0-9.]+\nits first step +[0-9.]+\n"),
+    Smoke(
+        "start.py",
+        "--repeats 1 --flags --num-tokens 5120",
+        r"diloco train tiny +[0-9.]+, [0-9.]+\nits first step +[0-9.]+\n",
+    ),
     Smoke("elastic_join.py", f"length {JOIN} --entries 30,60 --copies 1", r"\| 30 \|.*\n.*\| 60 \|", again=True),
     Smoke("elastic_join.py", f"size {JOIN} --parameters 1e4,1e5 --repeats 1", r" 10,000 .*\n.* 100,000 "),
     Smoke(

@@ -1,4 +1,5 @@
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -53,7 +54,10 @@ def test_a_plan_says_what_a_bucket_costs(capsys):
         outer_steps = rounds * (-(-4 // plan["layers_per_fragment"]) + 1)
         bits = {"e3m0": 4 + 8 / 256, "int8": 8 + 32 / 256, "bf16": 16, "fp32": 32}[plan["wire"]]
         assert bill["terabytes_down"] == pytest.approx(num_down * 1e9 * bits / 8 * rounds / 1e12, rel=1e-4)
-        creates, gets = outer_steps * num_creates, outer_steps * num_gets + 9 * 86400 / 0.5
+        longest = max(0.5, min(plan["overlap_steps"] / 8, 30))  # between two looks for another's payload
+        doubled = 3 * outer_steps * math.log2(longest / 0.5)
+        polls = 3 * 86400 / 0.5 + 2 * (3 * 86400 / longest + doubled)
+        creates, gets = outer_steps * num_creates, outer_steps * num_gets + polls
         assert bill["requests"] == pytest.approx(creates + gets)
         assert bill["dollars"]["S3"] == pytest.approx(
             (creates * 5 + gets * 0.4) / 1e6 + bill["terabytes_down"] * 90, abs=1e-6

@@ -111,6 +111,7 @@ def test_a_name_that_is_not_utf8_is_refused_and_a_directory_with_it_is_read(tmp_
     assert sorted(read) == sorted([*texts, *texts, "text"])
 
 
+@pytest.mark.slow
 def test_a_locale_without_the_letters_of_a_name_is_named(tmp_path):
     write_rows(tmp_path / "ü.jsonl", [f"text {number}" for number in range(200)])
     command = [

@@ -36,7 +36,7 @@ def train_fixed_groups() -> list[list[str]]:
             for combine in ("gather", "reduce_scatter:bf16"):
                 beta = 0.5 if combine == "gather" and wire != "dare" else None
                 beta = 1.0 if wire == "pulse" else beta
-                case = Case(P=2, layers_per_fragment=2, wire=wire, combine=combine, beta=beta)
+                case = Case(P=2, T=9, layers_per_fragment=2, wire=wire, combine=combine, beta=beta)
                 model = case.model()
                 with default_dtype(dtype):
                     hashes.append(parameters_hash(dict(enumerate(trained(case, model)))))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.rendezvous.replay import replayed
-from tests.rendezvous.replicas import P, Replica, theta0
+from tests.rendezvous.replicas import H, P, Replica, theta0
 
 import diloco
 from diloco.engine.elastic import ElasticMembership
@@ -102,6 +102,23 @@ def test_work_that_is_not_told_yet_survives_the_outer_steps_of_others(tmp_path) 
     fast.finish()
 
 
+def test_a_replica_that_was_counted_late_sends_with_the_others_again(tmp_path) -> None:
+    fast, slow = Replica(str(tmp_path), name="fast", patience=0), Replica(str(tmp_path), name="slow")
+    membership, num_late = slow.engine._membership, 0
+    while num_late < 4:
+        for _ in range(3):
+            fast.step(pause_seconds=0.004)
+        sent, step = dict(membership.in_flight), slow.engine.num_steps + 1
+        for outer_step in slow.step():
+            p, sync_round = outer_step.sync.fragment, outer_step.sync.round
+            if p in sent and p not in membership.in_flight:
+                is_late = sent[p].base_round < sync_round - 1
+                assert membership._next_send[p] == (step if is_late else sent[p].step) + H
+                num_late += is_late
+    slow.finish()
+    fast.finish()
+
+
 def left_behind(folder: Path, *, num_rounds: int, **settings) -> tuple[Replica, Replica]:
     """A replica and another that takes no steps: as many decisions as may wait for it do."""
     settings = {"snapshot_rounds": 1000} | settings
@@ -109,14 +126,14 @@ def left_behind(folder: Path, *, num_rounds: int, **settings) -> tuple[Replica, 
     until(lambda: min(fast.rounds) >= 2 and min(slow.rounds) >= 2, fast, slow)
     last_round = max(slow.rounds) + num_rounds
     until(lambda: min(fast.rounds) >= last_round, fast)
-    until(lambda: len(slow.exchange._seated.follower.decisions) >= MOST_DECISIONS_PER_FRAGMENT * P, fast)
+    until(lambda: len(slow.exchange._seated.log_thread.decisions) >= MOST_DECISIONS_PER_FRAGMENT * P, fast)
     return fast, slow
 
 
 def test_few_decisions_wait_for_a_replica_that_takes_no_steps_and_then_all_are_taken(tmp_path) -> None:
     # Each payload is downloaded again.
     fast, slow = left_behind(tmp_path, num_rounds=10, memory_bytes=1)
-    waiting = slow.exchange._seated.follower.decisions
+    waiting = slow.exchange._seated.log_thread.decisions
     assert len(waiting) == MOST_DECISIONS_PER_FRAGMENT * P, "as in a long evaluation"
     until(lambda: slow.rounds >= fast.rounds, slow)
     run = replayed(tmp_path, theta0())
@@ -410,3 +427,24 @@ def test_with_the_quorum_all_a_missing_replica_ends_the_wait_with_one_sentence(t
     with pytest.raises(ExchangeError, match=r"no decision about fragment 0 came within 1 s: see with"):
         for _ in range(20):
             ours.step()
+
+
+@pytest.mark.slow
+def test_a_replica_with_a_long_overlap_looks_seldom_for_payloads_that_do_not_come(tmp_path, monkeypatch) -> None:
+    ours, other = Replica(str(tmp_path), name="ours"), Replica(str(tmp_path), name="other")
+    until(lambda: min(min(counted(ours)), min(counted(other))) >= 0, ours, other)
+    thread, asked = ours.exchange._seated.log_thread, list[str]()
+    get = thread._store.get
+
+    async def counting(name: str, **settings):
+        asked.append(name)
+        return await get(name, **settings)
+
+    monkeypatch.setattr(thread._store, "get", counting)
+    thread.overlap_seconds = 8.0  # so at most a second passes between two looks
+    time.sleep(2.5)
+    assert sum(name.startswith("payloads/") for name in asked) < 15, "with polls of 4 ms there were 600"
+    rounds = min(ours.rounds) + 1
+    until(lambda: min(ours.rounds) >= rounds and min(counted(other)) >= 0, ours, other)
+    ours.finish()
+    other.finish()

@@ -30,8 +30,8 @@ def replay_of(folder: Path) -> Replay:
 
 def hurried(replica: Replica) -> Replica:
     """A replica that waits for others no longer than a moment before it closes the run."""
-    follower = replica.exchange._seated.follower
-    follower._pace = replace(follower._pace, close_seconds=0.4, patience=0)
+    log_thread = replica.exchange._seated.log_thread
+    log_thread._pace = replace(log_thread._pace, close_seconds=0.4, patience=0)
     return replica
 
 
@@ -99,6 +99,25 @@ def until_it_waits(replica: Replica) -> threading.Thread:
         assert time.monotonic() < deadline, "it does not end the run"
         time.sleep(0.005)
     return thread
+
+
+def test_with_a_number_as_quorum_two_that_end_at_once_count_what_each_has_in_flight(tmp_path) -> None:
+    # Nothing is due: each has offered another fragment than the other when it ends.
+    replicas = [Replica(str(tmp_path), name=name, quorum=2, sync_every=1000) for name in "ab"]
+    until(lambda: all(replica.engine.num_steps >= 3 for replica in replicas), *replicas)
+    for fragment, replica in enumerate(replicas):
+        replica.engine._membership.send(fragment)
+    threads = [threading.Thread(target=replica.engine.finish, kwargs={"close": True}) for replica in replicas]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert all(replica.exchange.is_closed for replica in replicas)
+    replay = replay_of(tmp_path)
+    assert [log.round for log in replay.state.fragments] == [1, 1, 1] and replay.state.tokens == 2 * 3 * 8 * P
+    assert (
+        parameters_hash(replay.parameters()) == replicas[0].engine.outer_hash() == replicas[1].engine.outer_hash()
+    )
 
 
 def test_a_replica_that_died_does_not_hold_up_the_end_for_long(tmp_path) -> None:
@@ -171,8 +190,8 @@ def test_an_outer_step_that_comes_with_the_entry_that_closes_the_run_is_taken(tm
     ours.engine.finish(close=True)
     ours.exchange.leave()
     seat, rounds = late.engine._membership.joined.seat, list(late.rounds)
-    with seat.follower.news:
-        assert seat.follower.news.wait_for(lambda: seat.follower.closed, 20)
+    with seat.log_thread.news:
+        assert seat.log_thread.news.wait_for(lambda: seat.log_thread.closed, 20)
     step = seat.step
 
     def nothing_while_it_merges(*arguments, is_last: bool = False, **others) -> News:
@@ -184,6 +203,7 @@ def test_an_outer_step_that_comes_with_the_entry_that_closes_the_run_is_taken(tm
     late.exchange.leave()
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_at_the_end_is_waited_for_and_then_said(tmp_path, monkeypatch, caplog) -> None:
     ours = Replica(str(tmp_path), name="ours", timeout_seconds=2)
     until(lambda: min(counted(ours)) >= 0 and not ours.engine._membership.in_flight, ours)

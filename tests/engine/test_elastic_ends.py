@@ -107,15 +107,15 @@ def test_no_snapshot_holds_the_other_bits_of_an_entrys_author(tmp_path) -> None:
     settings = {"patience": 100_000, "snapshot_rounds": 4}
     a, b, c = members = [Replica(str(tmp_path), name=name, **settings) for name in "abc"]
     deciding = [
-        (member.exchange._seated.follower, member.exchange._seated.follower._decision) for member in (a, b)
+        (member.exchange._seated.log_thread, member.exchange._seated.log_thread._decision) for member in (a, b)
     ]
-    for follower, _ in deciding:
-        follower._decision = lambda: None
+    for log_thread, _ in deciding:
+        log_thread._decision = lambda: None
     until(lambda: c.rounds[0] == 3, *members)  # c writes one round after another, once it has taken the last
     gives_other_bits(c)
     until(lambda: c.rounds[0] == 4, *members)
-    for follower, decision in deciding:
-        follower._decision = decision
+    for log_thread, decision in deciding:
+        log_thread._decision = decision
     ending("c", lambda: min(a.rounds[0], b.rounds[0]) > 5, *members)
     until(lambda: [kept.round for kept in a.exchange.state.fragments[0].snapshots] == [4], a, b)
     assert_sound(tmp_path, a, b)
@@ -152,21 +152,21 @@ def test_a_replica_with_other_bits_does_not_write_first_with_one_whose_payload_i
     _, let_go_of_b = held_offers(b, after=last_round)
     until(lambda: min(member.rounds[0] for member in members) > last_round, *members)
     deciding = [
-        (member.exchange._seated.follower, member.exchange._seated.follower._decision) for member in (a, b)
+        (member.exchange._seated.log_thread, member.exchange._seated.log_thread._decision) for member in (a, b)
     ]
-    for follower, _ in deciding:
-        follower._decision = lambda: None
+    for log_thread, _ in deciding:
+        log_thread._decision = lambda: None
     let_go_of_a()
     # c has its own payload, and a's, which was taken against an older Θ: a majority.
-    here = c.exchange._seated.follower.inbox.here[0]
+    here = c.exchange._seated.log_thread.inbox.here[0]
     until(lambda: len(here) >= 2, *members)
     state, late = c.exchange.state, here[a.exchange.replica].contribution
     assert len(state.active) == 3 and late.base_round <= last_round and state.refusal(0, late) is None
     steps = c.engine.num_steps + 5 * H
     until(lambda: c.engine.num_steps >= steps, *members)
     assert c.exchange.state.fragments[0].round == last_round + 1
-    for follower, decision in deciding:
-        follower._decision = decision
+    for log_thread, decision in deciding:
+        log_thread._decision = decision
     let_go_of_b()
     ending("c", lambda: min(a.rounds[0], b.rounds[0]) > last_round + 3, *members)
     assert_sound(tmp_path, a, b)
@@ -175,7 +175,7 @@ def test_a_replica_with_other_bits_does_not_write_first_with_one_whose_payload_i
 def test_a_payload_that_was_taken_against_another_base_is_left_out(tmp_path, caplog) -> None:
     a, b = members = [Replica(str(tmp_path), name=name, patience=100) for name in "ab"]
     until(lambda: min(counted(b)) >= 0 and 0 not in b.engine._membership.in_flight, *members)
-    b.exchange._seated.follower._decision = lambda: None
+    b.exchange._seated.log_thread._decision = lambda: None
     b.engine._replica.state.use("outer", 0).add_(1.0)
     b.engine._membership._take_digests(0, ("outer",))
     seq = counted(b)[0]

@@ -210,6 +210,7 @@ def load(folder: str, shards: int) -> None:
     replica.finish()
 
 
+@pytest.mark.slow
 def test_a_killed_replica_resumes_on_other_shards(tmp_path):
     run_replicas(save_and_die, 2, str(tmp_path), joined=False, mortal=(0, 1))
     for shards in (2, 1):

@@ -401,7 +401,6 @@ def reduce_without_the_last_replica() -> str:
     cohort = Cohort.equal(3)
     key = Key(0, 3, 2, exchange.replica)
     if exchange.replica == 2:
-        time.sleep(2.5)
         return ""
     wait = bring(exchange, flight_of(torch.ones(5), reduction, key, cohort))
     with pytest.raises(diloco.ExchangeError, match="fragment 3, round 2: no payload from or to") as caught:

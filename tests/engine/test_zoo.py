@@ -137,7 +137,7 @@ def test_a_model_trains_as_without_the_engine(name):
         train(deepcopy(model), loss, adamw, with_engine=with_engine) for with_engine in (False, True)
     )
     assert engined == pytest.approx(plain, rel=2e-3) and plain[-1] < plain[0]
-    assert f"| {name} |" in PAGE.read_text()
+    assert name in " ".join(PAGE.read_text().split())
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -172,4 +172,4 @@ def test_an_optimizer_trains_as_without_the_engine(name):
         train(deepcopy(model), loss, OPTIMIZERS[name], with_engine=with_engine) for with_engine in (False, True)
     )
     assert engined == pytest.approx(plain, rel=2e-3) and plain[-1] < plain[0]
-    assert f"| {name} |" in PAGE.read_text()
+    assert name in " ".join(PAGE.read_text().split())

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.engine.cases import Case, inner_step
 from tests.ports import free_port
 from tests.processes import run_replicas
@@ -39,6 +38,8 @@ def log_steps(name: TrackerName, directory: Path, steps: range, replica: int) ->
 
 
 def test_tensorboard_has_the_settings_and_the_curves_of_a_resumed_run(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # imports boto3
+
     log_steps("tensorboard", tmp_path, range(1, 6), 1)
     log_steps("tensorboard", tmp_path, range(4, 8), 1)
     curves = EventAccumulator(str(tmp_path / "tensorboard" / "replica-1")).Reload()

@@ -3,14 +3,20 @@
 And the examples that need transformers: one process imports it for all, which takes longer than to train.
 """
 
+import contextlib
+import io
 import itertools
 import os
+import re
 import resource
+import runpy
 import shutil
 import signal
+import sys
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +26,13 @@ from tests.hostile.mutations import Hostile, hostile_pickle
 from tests.integrations.jobs import assert_resumed, connect, die, is_killed, meet_at
 from tests.ports import free_port
 from tests.processes import run_replicas
-from tests.running import losses, replicas_agree, run_example, run_snippets
+from tests.running import EXAMPLES, losses, replicas_agree, run_example, run_snippets
 
 import diloco
 from diloco.errors import CheckpointError, FileWriteError
 from diloco.outer.digest import parameters_hash
+from diloco.publishing.versions import VERSION
+from diloco.training.processes import end_with_parent
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -155,7 +163,7 @@ KINDS = {"Trainer": (trainer_of, load_model, "eval_far_loss")}
 IMPORTS = ["transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate"]
 if find_spec("trl") and find_spec("peft"):
     KINDS["SFTTrainer with LoRA"] = (sft_trainer_of, load_adapter, "eval_loss")
-    IMPORTS += ["trl.trainer.sft_trainer", "peft"]
+    IMPORTS += ["trl.trainer.sft_trainer", "trl.trainer.grpo_trainer", "peft"]
 SNIPPETS = ["accelerate_loop.py", "transformers_trainer.py", *(["trl_sft.py"] if len(KINDS) == 2 else [])]
 
 
@@ -208,9 +216,33 @@ def run_sharded_then_whole(folder: str, ports: list[int]) -> list[str]:
     return outputs
 
 
+def run_part(folder: str, *arguments: str) -> str:
+    """The output of a process of the example of reinforcement learning."""
+    end_with_parent()
+    os.chdir(folder)
+    sys.argv, output = ["rl_two_sites.py", *arguments], io.StringIO()
+    with contextlib.redirect_stdout(output), warnings.catch_warnings():
+        warnings.simplefilter("default")
+        runpy.run_path(str(EXAMPLES / sys.argv[0]), run_name="__main__")
+    return output.getvalue()
+
+
+def run_rl_trainer(folder: str, replica: int, ports: list[int]) -> str:
+    """The output of a trainer; replica 0 starts the rollout process, too."""
+    address, port = f"127.0.0.1:{ports[0]}", str(ports[1])
+    if replica == 0:
+        rollouts = get_context("fork").Process(target=run_part, args=(folder, "rollouts", "--port", port))
+        rollouts.daemon = True
+        rollouts.start()
+    flags = ("--replica", str(replica), "--address", address, "--url", f"http://127.0.0.1:{port}")
+    return run_part(folder, "trainer", *flags)
+
+
 def run_all(folder: str, ports: list[int]) -> Any:
-    """Numbers 0 and 1 are replicas that are killed, 2 and 3 those of the snippets, and 4 to 7 the example's."""
+    """Numbers 0 and 1 are replicas that are killed, 2 and 3 of the snippets, 4 to 7 and 8 to 9 of examples."""
     number = int(os.environ["DILOCO_REPLICA"])
+    if number > 7:
+        return run_rl_trainer(folder, number % 2, ports[-3:-1])
     os.environ |= {"DILOCO_NUM_REPLICAS": "2", "DILOCO_REPLICA": str(number % 4 if number > 3 else number % 2)}
     if number < 2:
         return train_replica(folder, ports[5:])
@@ -226,9 +258,10 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder) -> list[Any]:
-    """The results of `run_all` in each of eight processes."""
-    arguments = (str(folder), [free_port() for _ in range(5 + 3 * len(KINDS) + 1)])
-    return run_replicas(run_all, 8, *arguments, joined=False, timeout_seconds=200, imports=IMPORTS)
+    """The results of `run_all` in each of its processes; the last two need trl."""
+    arguments = (str(folder), [free_port() for _ in range(5 + 3 * len(KINDS) + 3)])
+    number = 10 if len(KINDS) == 2 else 8
+    return run_replicas(run_all, number, *arguments, joined=False, timeout_seconds=200, imports=IMPORTS)
 
 
 @pytest.fixture(scope="module")
@@ -256,13 +289,28 @@ def test_the_snippets_of_frameworks_train_two_replicas(results, folder):
 
 
 def test_sharded_replicas_go_on_unsharded(results):
-    outputs = itertools.zip_longest(*results[4:], fillvalue="")
+    outputs = itertools.zip_longest(*results[4:8], fillvalue="")
     output, resumed = map("".join, outputs)
     assert replicas_agree(output, num_processes=4) and replicas_agree(resumed, num_processes=2)
     (first, *_, last), (again, end) = losses(output), losses(resumed)
     assert last < 1 < first and again < first
     # Rank 0's loss is of half of the batch in one case, and of all of it in the other.
     assert end == pytest.approx(last, rel=0.3)
+
+
+@pytest.mark.skipif(len(KINDS) < 2, reason="needs trl")
+def test_two_trainers_learn_from_rollouts_of_a_process_that_follows(results, folder):
+    files = (folder / "versions/versions").iterdir()
+    headers = {int(file.name): VERSION.open(file.read_bytes(), file.name).header for file in files}
+    assert replicas_agree("".join(results[8:]), num_processes=2)
+    for output in results[8:]:
+        ((first, last),) = re.findall(r"mean reward (\S+) of the first rollouts, (\S+) of the last", output)
+        assert float(first) < 0.25 and float(last) > 0.6, "chance is 1 in 7"
+        made_by = re.findall(r"step (\d+): .* version (\d+), digest (\w{64})\n", output)
+        assert len(made_by) == 12
+        for step, number, digest in made_by:
+            assert headers[int(number)].digest == digest, "its publisher wrote it"
+            assert 0 < int(step) - headers[int(number)].step <= 5, "the step was under way when it was made"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+import torch
 from tests.engine.cases import Case, inner_step
 from tests.processes import run_replicas
 
@@ -107,3 +108,13 @@ def test_a_config_keeps_auto_and_is_resolved_by_its_length():
         diloco = replace(asked.diloco, merge=merge, mixing=0.25 if merge == "mix" else None)
         lr, _ = chosen(6, 2, 10, 0.0 if merge == "overwrite" else 0.25)
         assert f"lr={lr}," in with_method_values(replace(asked, diloco=diloco)).diloco.outer
+
+
+@pytest.mark.parametrize(
+    ("sync_every", "rule", "warns"),
+    [(9, None, True), (10, None, False), (1, "sgd:lr=1", False), (5, "nesterov:lr=0.7,momentum=0.5", False)],
+)
+def test_outer_steps_that_are_too_frequent_for_their_momentum_are_named(sync_every, rule, warns, caplog) -> None:
+    setting = {"fragments": "whole", "sync_every": sync_every, "outer": rule, "overlap_steps": 0}
+    diloco.StreamingDiLoCo(torch.nn.Linear(2, 2), exchange=diloco.LoopbackExchange(), **setting)
+    assert (f"sync_every={sync_every} inner steps are too frequent for lr=0.4" in caplog.text) == warns

@@ -1,4 +1,4 @@
-"""A replica as follower and engine would be, on a log in a fake store and vectors of three numbers."""
+"""A replica as log thread and engine would be, on a log in a fake store and vectors of three numbers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Sent:
 
 
 class Replica:
-    """A replica as the follower and the engine would be, on vectors of three numbers."""
+    """A replica as the log thread and the engine would be, on vectors of three numbers."""
 
     def __init__(self, name: str, store: FakeStore, *, key: str, from_index: bool) -> None:
         self.name, self.store, self.key = name, store, key

@@ -30,7 +30,7 @@ CUT = {"combine": "reduce_scatter", "num_shares": R, "snapshot_rounds": 1000}
 
 
 def averager_of(replica: Replica) -> Averager:
-    return replica.exchange._seated.follower.averager
+    return replica.exchange._seated.log_thread.averager
 
 
 def stop_averaging(*replicas: Replica) -> None:

@@ -6,8 +6,9 @@ import pytest
 from tests.rendezvous.cases import Log
 
 from diloco.errors import DisagreementError
-from diloco.rendezvous.deciding import may_decide, of_the_run, turns
-from diloco.rendezvous.log.entries import Leave
+from diloco.rendezvous.contract import Offer
+from diloco.rendezvous.deciding import Decider, Pace, may_decide, of_the_run, turns
+from diloco.rendezvous.log.entries import Claim, Leave
 
 
 def decided(log: Log, *replicas: int, own: int = 0, overlap_over: bool = False, patience_over: bool = False):
@@ -55,6 +56,34 @@ def test_with_quorum_all_nobody_is_left_out_and_all_have_joined():
     log.rounds(20, 1, 2, 3)
     huge = {replica: log.contribution(replica, norm=1e30) for replica in (1, 2, 3)}
     assert may_decide(log.state, 0, huge, 1, overlap_over=True, patience_over=False), "like a fixed group"
+
+
+def test_a_quorum_that_is_not_reached_is_said_once(caplog):
+    log = Log(num_fragments=1, quorum=2).join("a", "b", "c")
+    pace = Pace(poll_seconds=0, memory_bytes=1, patience=4, drain_seconds=1, close_seconds=1)
+    decider, here = Decider(0, pace), {0: log.contribution(0)}
+    claim = {name: getattr(here[0], name) for name in Claim.__dataclass_fields__}
+    offer = Offer(**claim, fragment=0, base=0, norms=(1.0,), step=10, overlap=5)
+    for step in (15, 18, 19, 20):
+        assert decider.parts(log.state, offer, here, step, None) is None
+        assert ("counts 1 of 3 active replicas, and the quorum is 2" in caplog.text) == (step >= 19)
+    assert len(caplog.records) == 1
+
+
+def test_a_payload_that_came_too_late_waits_from_the_next_rounds_first_payload_on():
+    log = Log(num_fragments=1).join("a", "b", "c", "d", "e")
+    late = {0: log.contribution(0), 1: log.contribution(1)}
+    log.rounds(1, 2, 3, 4)
+    claim = {name: getattr(late[0], name) for name in Claim.__dataclass_fields__}
+    offer = Offer(**claim, fragment=0, base=0, norms=(1.0,), step=10, overlap=5)
+    pace = Pace(poll_seconds=0, memory_bytes=1, patience=40, drain_seconds=1, close_seconds=1)
+    decider = Decider(0, pace)
+    assert decider.in_time(log.state, offer, late, 30) is None
+    here = late | {2: log.contribution(2)}
+    for step in (40, 41, 44):  # a majority is here, and τ has passed since its send
+        assert decider.in_time(log.state, offer, here, step) is None, "those of the new round have τ, too"
+    assert decider.in_time(log.state, offer, here, 45) == tuple(here.values())
+    assert decider.in_time(log.state, offer, here | {3: log.contribution(3), 4: log.contribution(4)}, 41), "all"
 
 
 def test_a_quorum_of_two_is_two_payloads_however_late_but_where_fewer_replicas_are_active():

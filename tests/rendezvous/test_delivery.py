@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from diloco.rendezvous.contract import Form
-from diloco.rendezvous.follower import Delivery
 from diloco.rendezvous.log.entries import LogError
 from diloco.rendezvous.log.run import SnapshotRef
+from diloco.rendezvous.log_thread import Delivery
 from diloco.rendezvous.objects import Objects, seal_snapshot, snapshot_name
 from diloco.wire import codec
 

@@ -41,7 +41,7 @@ class Taken(Inbox):
 
         form = Form(codec=codec("fp32"), sizes=(2,) * P, seed=0)
         objects: Any = SimpleNamespace(payload=payload, form=form)
-        access: Any = SimpleNamespace(objects=objects, state=state, own=1, poll_seconds=0.001)
+        access: Any = SimpleNamespace(objects=objects, state=state, own=1, poll_seconds=0.001, longest_poll=float)
         super().__init__(access, memory_bytes=1 << 10, on_arrival=lambda: None)
 
     def put(self, header: Any, own: Any = ()) -> None:
@@ -149,7 +149,7 @@ def test_a_replica_that_does_not_average_on_a_cpu_keeps_no_values(tmp_path, monk
     until(lambda: min(counted(a) + counted(b)) >= 2, a, b)
     for replica in (a, b):
         replica.vanish()
-        inbox = replica.exchange._seated.follower.inbox
+        inbox = replica.exchange._seated.log_thread.inbox
         payloads = [payload for here in inbox.here for arrived in here.values() for payload in arrived.own]
         assert not any(payload.values is not None for payload in [*payloads, *inbox.memory._payloads.values()])
     run = replayed(tmp_path, theta0())

@@ -319,6 +319,7 @@ def test_the_home_of_nobody_is_refused_before_anything_is_served():
         Sources(["~nobody-at-all/runs"])
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_a_browser_draws_a_run_while_it_goes_on(runs, serve, finished_run, tmp_path):
     step = "document.querySelector('[data-fact=step]').textContent"

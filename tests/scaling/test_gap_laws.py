@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from diloco.errors import UserError
 from diloco.scaling.gap_laws import diloco_gap, larger_batch_from, streaming_gap
@@ -33,6 +32,8 @@ def ratios(method: str) -> tuple[list[float], list[float]]:
 )
 @pytest.mark.parametrize("num_params", [0.10e6, 1.2e6, 4.8e6])
 def test_a_band_is_the_interval_of_the_least_squares(setting, method, num_params):
+    from scipy import stats  # which takes a second of the test processes that do not run this
+
     sizes, values = ratios(method)
     x, y = np.log(sizes), np.log(values)
     line = stats.linregress(x, y)

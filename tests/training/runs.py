@@ -30,13 +30,13 @@ def command(*flags: str) -> list[str]:
     return [*DILOCO, "train", "tiny", *([] if "--resume" in flags else text), *flags]
 
 
-def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    with started(folder, *flags) as process:
+def run(folder: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    with started(folder, *flags, **environment) as process:
         return process.wait(TIMEOUT_SECONDS)
 
 
-def started(folder: Path, *flags: str) -> AbstractContextManager[Program]:
-    return program(main, command(*flags)[len(DILOCO) :], folder=folder)
+def started(folder: Path, *flags: str, **environment: str) -> AbstractContextManager[Program]:
+    return program(main, command(*flags)[len(DILOCO) :], folder=folder, **environment)
 
 
 def summary(run: Path) -> dict:

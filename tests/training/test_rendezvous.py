@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import torch
 from tests.processes import program, run_main, run_replicas
 from tests.training.cases import rate
 from tests.training.runs import TIMEOUT_SECONDS, bodies, lines, quick_config, run, started, summary
@@ -18,10 +19,11 @@ from diloco.cli.main import main
 from diloco.errors import DisagreementError, ExchangeError, Stopped, UserError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
-from diloco.rendezvous.follower import Follower
+from diloco.publishing.follower import Follower
 from diloco.rendezvous.log.entries import Join, Leave, Outer
 from diloco.rendezvous.log.log import Log, first_entry
 from diloco.rendezvous.log.run import RunState
+from diloco.rendezvous.log_thread import LogThread
 from diloco.rendezvous.replay import replayed
 from diloco.rendezvous.store import Store
 from diloco.report.runs import summary_facts
@@ -55,6 +57,7 @@ def config(small_corpus, tmp_path_factory) -> TrainConfig:
         small_corpus,
         name="a",
         rendezvous=str(folder / "store"),
+        publish=str(folder / "place"),
         num_tokens=STEPS * 8 * 32,
         diloco=DilocoConfig(sync_every=6, layers_per_fragment=1, overlap_steps=2),
         checkpoint=CheckpointConfig(every_steps=2),
@@ -149,6 +152,15 @@ def test_a_run_ends_though_replicas_come_and_go(eventful):
     assert set(contributors(state)) == {"a", "b", "c"}
     expected = parameters_hash(replayed(eventful.rendezvous, initial=initial_parameters).parameters())
     assert {(total["outer_hash"], total["entry"]) for total in totals.values()} == {(expected, state.number - 1)}
+
+
+def test_replicas_publish_the_runs_outer_parameters_in_turn(eventful):
+    outer = replayed(eventful.rendezvous, initial=initial_parameters).parameters()
+    with Follower(eventful.publish) as follower:
+        version = follower.update()
+        state = follower.state
+        assert version.facts["final"] and version.number > 2
+        assert all(torch.equal(state[name], tensor.bfloat16()) for name, tensor in outer.items())
 
 
 def test_each_outer_step_says_who_contributed_with_what_weight(eventful):
@@ -271,8 +283,9 @@ def test_a_finished_run_whose_metrics_are_damaged_ends_well(config, tmp_path, ca
     assert not {"training loss", "tokens/s", "compute utilization"} & shown.keys(), shown
 
 
+@pytest.mark.slow
 def test_a_run_that_nobody_closes_is_summed_up_and_said(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(Follower, "_end", lambda follower: None)
+    monkeypatch.setattr(LogThread, "_end", lambda log_thread: None)
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), timeout_seconds=1.0, num_replicas=1)
     with pytest.raises(
         ExchangeError, match=r"the run was not closed within 1 s: .* are those after entry \d+ of"
@@ -296,6 +309,7 @@ def train_together(config: TrainConfig) -> list[float]:
     return [line["learning_rate"] for line in lines(config.runs / "ab"[rank], 0)]
 
 
+@pytest.mark.slow
 def test_fixed_members_have_the_learning_rates_of_a_fixed_group(config, tmp_path):
     """And combine by reduce_scatter."""
     fixed = replace(
@@ -327,6 +341,7 @@ def train_beside_shards(config: TrainConfig) -> list[tuple[int, float]]:
     return rates
 
 
+@pytest.mark.slow
 def test_the_shards_of_a_machine_are_one_replica(config, tmp_path):
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), elastic=ElasticConfig(quorum="all"))
     first, second, _ = run_replicas(train_beside_shards, 3, run, joined=False)

@@ -227,6 +227,7 @@ print("torch._dynamo" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_the_first_step_imports_no_compiler():
     done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"

@@ -208,6 +208,39 @@ static void drive_sparse(int64_t n) {
     }
 }
 
+typedef int64_t (*Encode)(const uint8_t *, const uint8_t *, int64_t, int64_t, uint32_t *, uint8_t *);
+typedef int64_t (*Decode)(const uint8_t *, const uint32_t *, uint8_t *, int64_t, int64_t, int);
+static const Encode ENCODE[] = {cells1_encode, cells2_encode, cells4_encode, cells8_encode};
+static const Decode DECODE[] = {cells1_decode, cells2_decode, cells4_decode, cells8_decode};
+
+// A difference of cells of 2^power bytes, and hostile ones, in memory of exactly their size.
+static void drive_cells(int64_t n, int power, uint32_t one_in, uint32_t most) {
+    int64_t size = (int64_t)1 << power, chunk = 300, num_chunks = (n + chunk - 1) / chunk, written = n * size + 16;
+    uint8_t *old = bytes(n * size), *new = malloc(n * size), *to = malloc(n * size), *body = malloc(written);
+    uint32_t *lengths = malloc(4 * num_chunks), *other = malloc(4 * num_chunks);
+    memcpy(new, old, n * size);
+    for (int64_t i = 0; i < n; i++)
+        if (any() % one_in == 0) new[i * size] += 1 + any() % most;
+    int64_t total = ENCODE[power](old, new, n, chunk, lengths, body), changed = 0;
+    uint8_t *exact = malloc(total);
+    memcpy(exact, body, total);
+    memcpy(to, old, n * size);
+    for (int64_t i = 0; i < n; i++) changed += memcmp(old + i * size, new + i * size, size) != 0;
+    int right = DECODE[power](exact, lengths, to, n, chunk, 1) == changed && !memcmp(to, old, n * size);
+    right = right && DECODE[power](exact, lengths, to, n, chunk, 0) == changed && !memcmp(to, new, n * size);
+    if (!right) wrong = 1, fprintf(stderr, "other cells, %ld of %ld bytes\n", (long)n, (long)size);
+    for (int round = 0; round < 60 && total; round++) {
+        memcpy(exact, body, total);
+        memcpy(other, lengths, 4 * num_chunks);
+        for (int flips = 1 + any() % 3; flips--;) exact[any() % (any() % 2 ? total : total < 20 ? total : 20)] ^= 1 << any() % 8;
+        int64_t from = any() % num_chunks, into = any() % num_chunks, moved = any() % 20;
+        if (round % 2 && other[from] > moved) other[from] -= moved, other[into] += moved;
+        int64_t only_checked = DECODE[power](exact, other, to, n, chunk, 1), done = DECODE[power](exact, other, to, n, chunk, 0);
+        if (only_checked != done && (only_checked >= 0) != (done >= 0)) wrong = 1, fprintf(stderr, "checked otherwise\n");
+    }
+    free(old), free(new), free(to), free(body), free(lengths), free(other), free(exact);
+}
+
 int main(int argc, char **argv) {
     faulty = argc > 1;
     if (argc > 2) return drive_outer_step(1283, 0), wrong;
@@ -218,5 +251,8 @@ int main(int argc, char **argv) {
     for (int n = 0; n < COUNT(LENGTHS); n++) drive_outer_step(LENGTHS[n], 0), drive_outer_step(LENGTHS[n], 1);
     for (int n = 0; n < COUNT(LENGTHS); n++) drive_digest(LENGTHS[n]), drive_sparse(LENGTHS[n]);
     drive_digest(2 * 255 * 256 + 3);
+    for (int n = 0; n < COUNT(LENGTHS); n++)
+        for (int power = 0; power < 4; power++)
+            for (int one_in = 1; one_in < 200; one_in *= 5) drive_cells(LENGTHS[n], power, one_in, n % 2 ? 2 : 255);
     return wrong;
 }

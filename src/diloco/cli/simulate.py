@@ -15,6 +15,8 @@ from diloco.errors import UserError
 from diloco.report.terminal.tables import (
     bandwidth_json,
     bandwidth_table,
+    fleet_json,
+    fleet_table,
     hours_table,
     published,
     show,
@@ -22,14 +24,17 @@ from diloco.report.terminal.tables import (
     wall_clock_json,
 )
 from diloco.simulator.bandwidth import GBIT_S, needed_gbit_s
+from diloco.simulator.churn import in_store
 from diloco.simulator.description import MethodSettings, ModelSize, Stragglers, replicas_of
+from diloco.simulator.fixed_members import WITH_MEMBERS, with_members
+from diloco.simulator.fleet import read_fleet
 from diloco.simulator.paper import PaperModel
 from diloco.simulator.physical import PhysicalModel
 from diloco.simulator.timeline import Interval, paper_timeline, physical_timeline
 from diloco.simulator.wall_clock import IdealizedRun, step_seconds
 from diloco.units import Amount, Rate, Rates
 
-HELP = "links and runs: diloco simulate bandwidth|utilization|step-seconds|timeline|pictures|wall-clock|published"
+HELP = "links and runs: diloco simulate bandwidth|utilization|step-seconds|timeline|pictures|wall-clock|fleet|…"
 ORDER = 3
 
 
@@ -321,6 +326,33 @@ def _wall_clock(run: Annotated[IdealizedRun, tyro.conf.arg(name="")], json: bool
         show([hours_table(run)])
 
 
+def _fleet(
+    fleet: tyro.conf.Positional[Path],
+    outer_steps: int = 1000,
+    seed: int = 0,
+    json: bool = False,
+) -> None:
+    """Goodput, contributors and price of a run on machines that fail and come back, beside other methods.
+
+    Args:
+        fleet: TOML file with num_params, step_tokens, sync_every, …, and for each kind of machine a [[machines]]
+            with name, count, step_seconds, up_mbit_s, down_mbit_s, hours_between_failures, …
+        outer_steps: Outer steps to simulate, of all fragments; the other methods run for as long.
+        seed: Seed of failures and step times.
+        json: Print JSON.
+    """
+    run = read_fleet(fleet)
+    if outer_steps < 1:
+        raise UserError(f"outer_steps={outer_steps} must be at least 1", "outer_steps")
+    store = in_store(run, num_outer_steps=outer_steps, seed=seed)
+    others = [with_members(run, method, seconds=store.seconds, seed=seed) for method in WITH_MEMBERS]
+    outcomes = [store, *others]
+    if json:
+        print(fleet_json(outcomes))
+    else:
+        show([fleet_table(outcomes)])
+
+
 _COMMANDS = {
     "bandwidth": _bandwidth,
     "utilization": _utilization,
@@ -329,4 +361,5 @@ _COMMANDS = {
     "timeline": _timeline,
     "pictures": _pictures,
     "wall-clock": _wall_clock,
+    "fleet": _fleet,
 }

@@ -97,6 +97,7 @@ _NOT_VARIED = {
     "name": "a sweep names each run by its settings: leave it out",
     "runs": "a sweep keeps them below output: set that, and leave this out",
     "rendezvous": "all of a sweep would meet in one store: leave it out",
+    "publish": "all of a sweep would write to one place: leave it out, or publish a run by `diloco train`",
     "prometheus_port": "all of a sweep would take the same port: leave it out, and see `diloco watch`",
 }
 """Settings that a sweep can't give its runs, and why."""

@@ -364,6 +364,9 @@ class ElasticMembership(Membership):
         sync = Sync(p, decision.round, self.in_flight[p].step if counts_own else replica.num_steps)
         replica.take(sync, average, decision.cohort, mixing)
         if counts_own:
+            if self.in_flight[p].base_round < decision.round - 1:
+                # It was late: it sends with the others from now on, and not soon again, before they do.
+                self._next_send[p] = replica.num_steps + self._sync_every
             self._count(p)
         self._applied(p, decision.round)
         replica.bytes_received += content.bytes_received
@@ -481,14 +484,24 @@ class ElasticMembership(Membership):
         return tuple(merged)
 
     def _last(self, *, flush: bool, close: bool) -> Iterator[OuterStep]:
-        """The outer steps after the last inner step, one by one; see `finish`."""
+        """The outer steps after the last inner step, one by one; see `finish`.
+
+        With a number as quorum it sends first what is not told: another replica that ends now, with another
+        fragment in flight, counts nothing without a payload of that fragment.
+        """
+        if isinstance(self.joined.rules.quorum, int):
+            self._flush()
         yield from self._drained()
-        if flush and not self._closed:
-            for p in self.uncounted_fragments():
-                self.send(p)
+        if flush:
+            self._flush()
             yield from self._drained()
         if close or self._is_finished:
             yield from self._rest()
+
+    def _flush(self) -> None:
+        """Offer every fragment with work that no payload on the way tells, unless the run is closed."""
+        for p in () if self._closed else self.uncounted_fragments():
+            self.send(p)
 
     def _rest(self) -> Iterator[OuterStep]:
         """End the run, take every outer step up to its last entry, and compare Θ with that entry's.

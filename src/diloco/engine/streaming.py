@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
+from diloco.auto import warning_of_frequent
 from diloco.engine.attach import Attachment, check_trains, trained_by
 from diloco.engine.buffers import Buffers
 from diloco.engine.fixed import FixedMembership
@@ -37,6 +38,7 @@ from diloco.fragments import Fragment
 from diloco.outer.cohort import Weights
 from diloco.outer.digest import parameters_hash
 from diloco.outer.merge import MergeRule
+from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import OuterRule
 from diloco.outer.step import OuterStep, cosine_of, products_of
 from diloco.rendezvous.contract import Rendezvous
@@ -276,6 +278,7 @@ class StreamingDiLoCo:
                 self.settings, model, masters, exchange=exchange, rendezvous=rendezvous, offload=offload
             )
         self._replica = self._membership.replica
+        self._warn_of_frequent()
         self._attachment: Attachment | None = None
         self._loads = ModelLoads(model, self._replica)
         self._buffers, self._is_first_step = Buffers(model), True
@@ -283,6 +286,14 @@ class StreamingDiLoCo:
         self._kept_steps, self._num_changes = 0, self._count_changes()
         self._is_watched = True
         _WATCHED.add(self)
+
+    def _warn_of_frequent(self) -> None:
+        """Name outer steps that follow each other too soon."""
+        rule = self.settings.outer
+        if isinstance(rule, Nesterov) and self._replica.number == 0:
+            warning = warning_of_frequent(rule.lr, rule.momentum, self.settings.schedule.sync_every)
+            if warning is not None:
+                _LOG.warning(warning)
 
     _is_watched = False
     """True while the end of this engine is to be judged; not if it was never built."""

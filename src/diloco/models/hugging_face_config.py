@@ -144,6 +144,10 @@ class HuggingFaceConfig(ModelConfig):
         """The module of the model's class, and peft for adapters."""
         return (model_class(self.architecture).__module__, *(["peft"] if self.lora else []))
 
+    def published_name(self, name: str) -> str:
+        """The name of a parameter in the model of `transformers`."""
+        return name.removeprefix("model.")
+
     def export(
         self, model: "LanguageModel", directory: Path, *, context: int, bos_id: int, merged: bool = False
     ) -> str:

@@ -148,6 +148,10 @@ class ModelConfig(ABC):
             f"transformers has no class that computes {type(self).__name__}'s model: take to=safetensors", "to"
         )
 
+    def published_name(self, name: str) -> str:
+        """The name by which programs that follow a run know a parameter."""
+        return name
+
     def export(
         self, model: "LanguageModel", directory: Path, *, context: int, bos_id: int, merged: bool = False
     ) -> str:

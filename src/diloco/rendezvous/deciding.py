@@ -3,7 +3,8 @@
 With the quorum `majority` a replica writes the outer entry of a fragment
 
 - at once, if the payloads of all active replicas are here, another's against the same newest Θ_p among them;
-- τ inner steps after its own offer, if those of more than half of them are, with such a one;
+- τ inner steps after its own offer and the round's first payload, if those of more than half of them are, with
+  such a one;
 - `patience` inner steps later with whatever is here, its own alone included.
 
 With a number K as quorum, K payloads take the place of more than half. No entry counts fewer, however late, but
@@ -13,9 +14,10 @@ steps, and before its end nobody would merge.
 
 A payload that comes later counts in a later round, until it is too old. With the quorum `all` it waits for all of
 them, and the training thread's wait is bounded by `timeout_seconds`. One that an entry counts, and that is gone
-from the store, is replaced by a newer snapshot (`follower.Delivery`).
+from the store, is replaced by a newer snapshot (`log_thread.Delivery`).
 """
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,9 @@ from diloco.errors import DisagreementError, ExchangeError
 from diloco.files import sha256
 from diloco.rendezvous.contract import Offer
 from diloco.rendezvous.log.entries import Contribution
-from diloco.rendezvous.log.run import RunState
+from diloco.rendezvous.log.run import RunState, least_payloads
+
+_LOG = logging.getLogger("diloco")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,9 @@ class Decider:
     def __init__(self, own: int, pace: Pace) -> None:
         self._own, self._pace = own, pace
         self._could_decide: dict[tuple[int, int], float] = {}
+        self._opened: dict[tuple[int, int], int] = {}
+        """By fragment and round the inner step at which its first payload was here."""
+        self._has_warned = False
 
     def parts(
         self,
@@ -65,6 +72,18 @@ class Decider:
         here: Mapping[int, Contribution],
         step: int,
         draining_since: float | None,
+    ) -> tuple[Contribution, ...] | None:
+        """The contributions of `in_time`, once it is this replica's turn to write; None if it must wait."""
+        parts = self.in_time(state, offer, here, step, draining_since)
+        return parts if parts is not None and self._is_turn(state, offer.fragment, parts) else None
+
+    def in_time(
+        self,
+        state: RunState,
+        offer: Offer,
+        here: Mapping[int, Contribution],
+        step: int,
+        draining_since: float | None = None,
     ) -> tuple[Contribution, ...] | None:
         """The contributions of the next outer entry of the offer's fragment; None if this replica must wait.
 
@@ -80,7 +99,7 @@ class Decider:
         """
         p, own = offer.fragment, self._own
         if draining_since is None:
-            elapsed = step - offer.step - offer.overlap
+            elapsed = step - self._begin(state, offer, here.values(), step) - offer.overlap
             is_over, is_late = elapsed >= 0, elapsed >= self._pace.patience
         else:
             is_over, is_late = True, time.monotonic() > draining_since + self._pace.drain_seconds
@@ -91,7 +110,33 @@ class Decider:
                 f"{state.rules.norm_bound:g} times the median; it has gone too far from the others, or its "
                 "numbers are wrong: start it again under another name, which begins at the run's outer parameters"
             )
-        return parts if parts is not None and self._is_turn(state, p, parts) else None
+        if parts is None and is_late and state.rules.quorum != "all":
+            self._warn(step, p, state.refusal_of_replicas(here))
+        return parts
+
+    def _begin(self, state: RunState, offer: Offer, here: Iterable[Contribution], step: int) -> int:
+        """The inner step from which τ counts, of an own offer.
+
+        One that came too late for its round waits for the next: for it τ begins with that round's first payload.
+        Without this the late ones would decide as soon as half of the others are here, and leave out the other
+        half, which would do the same in the next round: half of a fleet in turns, twice as often, for ever.
+        """
+        p, newest = offer.fragment, state.fragments[offer.fragment].round
+        if offer.base_round == newest or all(c.base_round != newest for c in here):
+            return offer.step
+        if (p, newest) not in self._opened:
+            self._opened = {place: at for place, at in self._opened.items() if place[0] != p} | {(p, newest): step}
+        return self._opened[p, newest]
+
+    def _warn(self, step: int, p: int, reason: str | None) -> None:
+        """Say once why a quorum K is not reached long after τ."""
+        if reason is not None and not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "step %d: the outer step of fragment %d waits, as will the others: it %s: start the replicas that "
+                "are missing again under their names, or create a run with a smaller quorum",
+                *(step, p, reason),
+            )
 
     def _is_turn(self, state: RunState, p: int, parts: Sequence[Contribution]) -> bool:
         """True if those before this replica, in an order that changes with each entry, had time to write."""
@@ -134,7 +179,8 @@ def may_decide(
     if state.refusal_of_replicas(replicas):
         return None
     active = state.active
-    is_quorum = state.rules.quorum != "majority" or 2 * len(replicas.intersection(active)) > len(active)
+    counted = replicas if isinstance(state.rules.quorum, int) else replicas.intersection(active)
+    is_quorum = len(counted) >= least_payloads(state.rules.quorum, len(active), after_patience=False)
     is_enough = replicas.issuperset(active) or (overlap_over and is_quorum)
     newest = state.fragments[fragment].round
     is_confirmed = {own}.issuperset(active) or any(c.base_round == newest and c.replica != own for c in usable)

@@ -52,6 +52,8 @@ class Access:
     """The signer of what this replica writes."""
     poll_seconds: float
     """Time between two looks into the store."""
+    longest_poll: Callable[[], float]
+    """The longest time, in seconds, between two looks for the next payload of a replica that sends none."""
     newest: Callable[[], Awaitable[RunState]]
     """Reads the log to its end, and gives the state."""
 
@@ -186,7 +188,7 @@ class Inbox:
 
     async def watch(self, replica: int) -> None:
         """Take a replica's payloads one after another, until it has left and there are no more."""
-        access, seq = self._access, self._first_open(replica)
+        access, seq, num_misses = self._access, self._first_open(replica), 0
         while True:
             if self._is_whole and seq in access.state.last_seqs(replica):
                 seq += 1  # an entry counts it already, and it is fetched for that
@@ -199,7 +201,7 @@ class Inbox:
                 seq += 1
                 continue
             if fetched is not None:
-                seq += 1
+                seq, num_misses = seq + 1, 0
                 header, payload = fetched
                 if payload is not None:
                     self.memory.keep(header.name, payload)
@@ -209,7 +211,11 @@ class Inbox:
             elif before.left or before.fenced:
                 return
             else:
-                await asyncio.sleep(access.poll_seconds * (1 if access.state.is_active(replica) else _SLOWER))
+                num_misses += 1
+                longest = (
+                    access.longest_poll() if access.state.is_active(replica) else _SLOWER * access.poll_seconds
+                )
+                await asyncio.sleep(min(access.poll_seconds * 2 ** min(num_misses - 1, 16), longest))
 
     async def _fetch(self, replica: int, seq: int, public: str) -> Fetched | None:
         """A payload from the store, downloaded and decoded once for all that ask for it meanwhile."""

@@ -3,6 +3,7 @@
 They leave out storage, free tiers, discounts and taxes, and what the replicas' own providers take for egress.
 """
 
+import math
 from dataclasses import dataclass
 
 
@@ -96,11 +97,36 @@ def exchange(
     )
 
 
-def polling(num_replicas: int, *, poll_seconds: float, seconds: float) -> Traffic:
+def longest_poll(poll_seconds: float, overlap_seconds: float) -> float:
+    """The time between two looks for a payload that does not come, where τ inner steps take `overlap_seconds`."""
+    return max(poll_seconds, min(overlap_seconds / 8, 30.0))
+
+
+def polling(
+    num_replicas: int,
+    *,
+    poll_seconds: float,
+    seconds: float,
+    longest_seconds: float = 0.0,
+    num_payloads: float = 0,
+) -> Traffic:
     """The requests of replicas that look for something new: each asks for an entry and for the others' payloads.
+
+    Args:
+        num_replicas: M.
+        poll_seconds: time between two looks for an entry, and the first time after a payload.
+        seconds: of the run.
+        longest_seconds: time to which that between two looks for a payload doubles, from `longest_poll`.
+        num_payloads: payloads of all replicas, after each of which it is short again.
 
     >>> polling(3, poll_seconds=0.5, seconds=86400).dollars(S3)
     0.62208
+    >>> polling(1000, poll_seconds=0.5, seconds=3600, longest_seconds=15, num_payloads=36_000).dollars(R2)
+    152.435309
     """
-    gets = num_replicas**2 * seconds / poll_seconds
+    longest = max(poll_seconds, longest_seconds)
+    doubled = num_payloads * math.log2(longest / poll_seconds)
+    gets = num_replicas * seconds / poll_seconds + (num_replicas - 1) * (
+        num_replicas * seconds / longest + doubled
+    )
     return Traffic(creates=0, gets=gets, bytes_up=0, bytes_down=0)

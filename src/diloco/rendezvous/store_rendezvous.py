@@ -1,6 +1,5 @@
 """StoreRendezvous: replicas that come and go meet in a directory or a bucket."""
 
-import json
 import logging
 import re
 import secrets
@@ -16,15 +15,15 @@ from diloco.errors import DilocoError, ExchangeError, UserError
 from diloco.exchange.transport import wait_for_all
 from diloco.rendezvous.contract import Decision, Form, Joined, News, NoDecisionError, Offer
 from diloco.rendezvous.deciding import Pace
-from diloco.rendezvous.follower import Background, Follower
 from diloco.rendezvous.joining import Wish, join, missing, newest_snapshots, outer_entries_to_replay, withdraw
 from diloco.rendezvous.log.entries import MOST_SHARES, Rules
 from diloco.rendezvous.log.keys import Signer, signer_of_environment
 from diloco.rendezvous.log.log import Log
 from diloco.rendezvous.log.run import MOST_TOKENS, RunState
+from diloco.rendezvous.log_thread import Background, LogThread
 from diloco.rendezvous.objects import Objects
 from diloco.rendezvous.store import Store
-from diloco.schema import checked_name
+from diloco.schema import checked_name, json_facts
 
 _LOG = logging.getLogger("diloco")
 _T = TypeVar("_T")
@@ -99,7 +98,7 @@ class StoreRendezvous:
         self._url, self._patience, self._timeout_seconds = str(url), patience, timeout_seconds
         self._signer: Signer = signer_of_environment() if key is None else Signer.of_file(key)
         self._store = Store.open(self._url)
-        self._facts, self._memory_bytes = _json(facts or {}), memory_bytes
+        self._facts, self._memory_bytes = json_facts(facts or {}), memory_bytes
         self._poll_seconds = poll_seconds or (0.02 if self._store.is_directory else 0.5)
         asked = {"quorum": quorum, "num_replicas": num_replicas, "weights": weights, "max_stale": max_stale}
         asked |= {"snapshot_rounds": snapshot_rounds, "num_shares": num_shares, "num_slots": num_slots}
@@ -126,7 +125,7 @@ class StoreRendezvous:
     @property
     def state(self) -> RunState:
         """The state that the log makes, as far as this replica has read it."""
-        return self._seated.follower.state
+        return self._seated.log_thread.state
 
     @property
     def store(self) -> Store:
@@ -136,7 +135,7 @@ class StoreRendezvous:
     @property
     def counted_tokens(self) -> int:
         """Tokens of all contributions to the outer steps that this replica has taken: P times those of the run."""
-        state, bases = self.state, self._seated.follower.bases
+        state, bases = self.state, self._seated.log_thread.bases
         return state.tokens - sum(
             contribution.tokens
             for p, log in enumerate(state.fragments)
@@ -213,10 +212,10 @@ class StoreRendezvous:
         except BaseException:
             background.stop()
             raise
-        follower = Follower(store, log, own, form, self._signer, self._pace(sync_every))
-        self._seat = _StoreSeat(store, background, follower, own, timeout_seconds=seconds, max_local_steps=most)
+        log_thread = LogThread(store, log, own, form, self._signer, self._pace(sync_every))
+        self._seat = _StoreSeat(store, background, log_thread, own, timeout_seconds=seconds, max_local_steps=most)
         replay = outer_entries_to_replay(log.state)
-        background.run(follower.run(replay))
+        background.run(log_thread.run(replay))
         return Joined(
             seat=self._seat,
             run=log.state.run,
@@ -272,8 +271,8 @@ class _StoreSeat:
 
     Args:
         store: the run's.
-        background: the loop in which the follower runs.
-        follower: this replica's.
+        background: the loop in which the log thread runs.
+        log_thread: this replica's.
         own: its number.
         timeout_seconds: how long a decision that is waited for, or half of leaving, may take.
         max_local_steps: inner steps without the store, after which this replica stops.
@@ -283,13 +282,13 @@ class _StoreSeat:
         self,
         store: Store,
         background: Background,
-        follower: Follower,
+        log_thread: LogThread,
         own: int,
         *,
         timeout_seconds: float,
         max_local_steps: int,
     ) -> None:
-        self.follower, self.own = follower, own
+        self.log_thread, self.own = log_thread, own
         self._store, self._background = store, background
         self._timeout_seconds, self._max_local_steps = timeout_seconds, max_local_steps
         self._aborted: str | None = None
@@ -302,11 +301,12 @@ class _StoreSeat:
     @property
     def failure(self) -> str | None:
         """The reason why this replica can't go on; None as far as is known."""
-        return self._aborted or self.follower.failure
+        return self._aborted or self.log_thread.failure
 
     def offer(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor | None) -> None:
         """Start to upload an outer gradient, and return at once."""
-        self._background.call(self.follower.outbox.put, offer, payloads, values_N)
+        self.log_thread.overlap_seconds = offer.overlap * self._step_seconds
+        self._background.call(self.log_thread.outbox.put, offer, payloads, values_N)
 
     def step(
         self,
@@ -318,23 +318,23 @@ class _StoreSeat:
         is_last: bool = False,
     ) -> News:
         """Tell where this replica is, and take the news; see `Seat`."""
-        follower = self.follower
+        log_thread = self.log_thread
         self._begin = self._begin or (time.monotonic(), num_steps)
         self._has_drained = self._has_drained or is_last
-        follower.step, follower.bases = num_steps, tuple(applied)
-        follower.draining_since = (follower.draining_since or time.monotonic()) if is_last else None
+        log_thread.step, log_thread.bases = num_steps, tuple(applied)
+        log_thread.draining_since = (log_thread.draining_since or time.monotonic()) if is_last else None
         self._check_contact(num_steps)
-        decisions, closed = [], follower.closed  # read before the decisions, of which none must be left out then
+        decisions, closed = [], log_thread.closed  # read before the decisions, of which none must be left out then
         if wait_for is not None:
             decisions = self._waited_for(wait_for)
         elif room > 0:
-            decisions = follower.taken()
+            decisions = log_thread.taken()
         else:
             closed = ()
-        state = follower.state
+        state = log_thread.state
         return News(
             decisions=decisions,
-            wanted=follower.wanted,
+            wanted=log_thread.wanted,
             rounds=[log.round for log in state.fragments],
             is_finished=state.finished,
             closed=closed,
@@ -359,17 +359,17 @@ class _StoreSeat:
             NoDecisionError: if none came in time.
             ExchangeError: if this replica can't go on.
         """
-        follower, decisions = self.follower, list[Decision]()
+        log_thread, decisions = self.log_thread, list[Decision]()
 
         def is_here() -> bool:
             """Take what has come, since no more than a few decisions may wait."""
-            decisions.extend(follower.taken())
+            decisions.extend(log_thread.taken())
             fragments = {decision.fragment for decision in decisions}
             return bool(fragments if fragment == -1 else fragment in fragments)
 
-        with follower.news:
-            has_ended = follower.news.wait_for(
-                lambda: is_here() or follower.closed or self.failure is not None, self._timeout_seconds
+        with log_thread.news:
+            has_ended = log_thread.news.wait_for(
+                lambda: is_here() or log_thread.closed or self.failure is not None, self._timeout_seconds
             )
             if not has_ended:
                 about = "" if fragment == -1 else f" about fragment {fragment}"
@@ -383,16 +383,20 @@ class _StoreSeat:
 
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
         """Start to upload Θ_p (`outer`) and the slots after a round."""
-        self._background.call(self.follower.snapshots.put, fragment, round, vectors)
+        self._background.call(self.log_thread.snapshots.put, fragment, round, vectors)
 
     def close(self) -> None:
         """Start to end the run, unless another replica does, too."""
-        if self._is_closing or self.follower.state.closed:
+        if self._is_closing or self.log_thread.state.closed:
             return
         self._is_closing = True
+        self._background.run(self.log_thread.close(self._step_seconds, self._timeout_seconds))
+
+    @property
+    def _step_seconds(self) -> float:
+        """The mean time of an inner step so far."""
         then, first_step = self._begin or (time.monotonic(), 0)
-        step_seconds = (time.monotonic() - then) / max(1, self.follower.step - first_step)
-        self._background.run(self.follower.close(step_seconds, self._timeout_seconds))
+        return (time.monotonic() - then) / max(1, self.log_thread.step - first_step)
 
     def leave(self, *, seconds: float | None = None) -> None:
         """Wait for own uploads and leave; see `StoreRendezvous.leave`."""
@@ -401,10 +405,10 @@ class _StoreSeat:
         try:
             if self.failure is None and not self._is_closing:
                 seconds = 2 * self._timeout_seconds if seconds is None else seconds
-                self._background.wait(self.follower.leave(finished=False), seconds, self._store.url)
+                self._background.wait(self.log_thread.leave(finished=False), seconds, self._store.url)
             elif self.failure is None:
                 self._wait_until_left(_SECONDS_TO_WITHDRAW if seconds is None else seconds)
-            if self._has_drained and not self.follower.closed:
+            if self._has_drained and not self.log_thread.closed:
                 self._say_entry()
         finally:
             self._aborted = "this replica has left the run"
@@ -413,27 +417,27 @@ class _StoreSeat:
     @property
     def entry(self) -> int:
         """Number of the log's newest entry up to which this replica has taken every outer step."""
-        return self.follower.state.reached([num_taken for num_taken, _ in self.follower.bases])
+        return self.log_thread.state.reached([num_taken for num_taken, _ in self.log_thread.bases])
 
     def _say_entry(self) -> None:
         """Name the entry whose outer parameters a replica ends with: the run may go on."""
         _LOG.warning(
             "%s ends with the outer parameters after entry %d of the log of %s, and no entry closes the run: "
             "others may go on",
-            *(self.follower.state.members[self.own].name, self.entry, self._store.url),
+            *(self.log_thread.state.members[self.own].name, self.entry, self._store.url),
         )
 
     def _wait_until_left(self, seconds: float) -> None:
         """Wait until the log says that this replica has left, or the time is over."""
         deadline = time.monotonic() + seconds
-        while not self.follower.state.members[self.own].left and time.monotonic() < deadline:
+        while not self.log_thread.state.members[self.own].left and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def abort(self, reason: str) -> None:
         """Stop at once, after an error; the other replicas go on."""
-        with self.follower.news:  # a thread may wait there
+        with self.log_thread.news:  # a thread may wait there
             self._aborted = self._aborted or reason
-            self.follower.news.notify_all()
+            self.log_thread.news.notify_all()
         self._background.stop()
 
 
@@ -458,14 +462,6 @@ def _rules(asked: Mapping[str, Any], form: Form) -> Rules:
         )
     default: dict[str, Any] = {} if form.second is None else {"num_shares": _NUM_SHARES}
     return Rules(num_fragments=len(form.sizes), **(default | dict(asked)))
-
-
-def _json(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts as the log holds them."""
-    try:
-        return json.loads(json.dumps(dict(facts), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"facts={facts!r} must hold finite numbers and strings: {error}", "facts") from None
 
 
 def _name(name: str | None) -> str:

@@ -232,7 +232,7 @@ def _facts(status: RunStatus, timeline: Timeline | None, speed: float | None) ->
         "down, about": megabytes(traffic.bytes_down),
         "requests, about": f"{traffic.creates + traffic.gets:,.0f}",
         "cost so far": _dollars(traffic),
-        "cost of looks, per day": _dollars(looks),
+        "cost of looks, per day, at most": _dollars(looks),
     }
     return {name: value for name, value in facts.items() if value}
 

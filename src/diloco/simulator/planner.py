@@ -13,7 +13,7 @@ import numpy as np
 
 from diloco.errors import UserError
 from diloco.presets import METHODS, PRESETS, Method
-from diloco.rendezvous.prices import Traffic, exchange, polling
+from diloco.rendezvous.prices import Traffic, exchange, longest_poll, polling
 from diloco.simulator.bandwidth import reaches
 from diloco.simulator.description import MethodSettings, ModelSize, Replica
 from diloco.simulator.physical import PhysicalModel
@@ -130,7 +130,18 @@ class Plan:
             payload_bytes=payload_bytes,
             average_bytes=0 if is_gather else payload_bytes,
             num_shares=1 if is_gather else num_replicas,
-        ) + polling(num_replicas, poll_seconds=_POLL_SECONDS, seconds=_DAY_SECONDS)
+        ) + polling(
+            num_replicas,
+            poll_seconds=_POLL_SECONDS,
+            seconds=_DAY_SECONDS,
+            longest_seconds=self._longest_poll_seconds,
+            num_payloads=num_replicas * num_outer_steps,
+        )
+
+    @property
+    def _longest_poll_seconds(self) -> float:
+        step_seconds = np.mean([replica.step_seconds for replica in self.task.replicas])
+        return longest_poll(_POLL_SECONDS, self.model.schedule.max_overlap * float(step_seconds))
 
     @property
     def store_seconds(self) -> float:
@@ -141,7 +152,9 @@ class Plan:
         seconds = num_polls * _POLL_SECONDS
         seconds += num_round_trips * max(2 * one.latency_seconds for one in self.task.replicas)
         slowest = min(one.gbit_s for one in self.task.replicas if one.gbit_s is not None)
-        return seconds + (1 + num_downloads) * payload_bits / (1e9 * slowest)
+        seconds += (1 + num_downloads) * payload_bits / (1e9 * slowest)
+        # One of the polls is an eighth of τ, if that takes longer; τ is as long as this.
+        return max(seconds, (seconds - _POLL_SECONDS) * 8 / 7)
 
     @property
     def needed_gbit_s(self) -> float | None:

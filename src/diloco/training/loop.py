@@ -43,6 +43,7 @@ from diloco.training.world import World, join
 
 if TYPE_CHECKING:
     from diloco.rendezvous.store_rendezvous import StoreRendezvous
+    from diloco.training.versions import RunPublisher
 
 _LOG = logging.getLogger("diloco")
 
@@ -151,6 +152,8 @@ class _Run:
     checkpoints: Checkpoints
     log: MetricsLog | None
     """The replica's metrics, written by its first process."""
+    publisher: "RunPublisher | None"
+    """The run's publisher, if its config asks for that."""
     on_step: Callable[[StepMetrics], None] | None
     """Called with the metrics of each step."""
     begun: deque[BegunStep] = field(default_factory=deque)
@@ -172,6 +175,8 @@ class _Run:
         rate = learning_rate(state.inner, reached, num_steps=config.num_steps)
         batch, layers = self.batches.batch(step), config.log_layer_cosine
         self.begun.append(begin_step(state, batch, self.world, rate=rate, log_layer_cosine=layers))
+        if self.publisher is not None:
+            self.publisher.after(step, self.begun[-1].outer_steps)
 
     def end_steps(self, num_left: int, *, is_evaluated: bool = False) -> None:
         """Read and write down the steps that were begun, but for the last ones, and evaluate after the last."""
@@ -228,6 +233,8 @@ class _Run:
             self.log.close()
         if self.world.rendezvous is not None:
             self.world.rendezvous.leave()
+        if self.publisher is not None:
+            self.publisher.finish()
         loss = evaluate(self.state, self.world, self.held_out, together=True)
         outcome = conclude(self.state, self.config, self.world, loss, self._means())
         if outcome is not None and outcome.summary.get("closed") is False:
@@ -294,7 +301,21 @@ def _set_up(asked: TrainConfig, *, resume: bool, on_step: Callable[[StepMetrics]
             log = _open_log(config, world, state)
             _serve_metrics(config, state, world.replica, stack)
         batches = open_batches(config, world, corpus, after_step=state.step)
-        yield _Run(config, world, batches, held_out, state, checkpoints, log, on_step, saved_step=state.step)
+        publisher = _publisher(config, world, state, stack)
+        yield _Run(
+            config, world, batches, held_out, state, checkpoints, log, publisher, on_step, saved_step=state.step
+        )
+
+
+def _publisher(config: TrainConfig, world: World, state: TrainState, stack: ExitStack) -> "RunPublisher | None":
+    """The run's publisher until the run ends, if its config asks for one."""
+    if config.publish is None:
+        return None
+    from diloco.training.versions import RunPublisher  # with the store's library, which no fixed group needs
+
+    publisher = RunPublisher(config, world, state)
+    stack.callback(publisher.close)
+    return publisher
 
 
 def _open_log(config: TrainConfig, world: World, state: TrainState) -> MetricsLog:

@@ -65,11 +65,12 @@ def prepare_run(
         return resume_config(resume, asked)
     refuse_what_means_nothing(asked)
     _check_device(asked)
-    if asked.rendezvous is not None:
-        from diloco.rendezvous.store import Store  # with its library, which no fixed group needs
+    for name in ("rendezvous", "publish"):
+        if (url := getattr(asked, name)) is not None:
+            from diloco.rendezvous.store import Store  # with its library, which no fixed group needs
 
-        with setting("rendezvous", asked.rendezvous):
-            Store.open(asked.rendezvous)
+            with setting(name, url):
+                Store.open(url)
     if not asked.name:
         name = _name(asked)
         asked = replace(asked, name=name_for_all(name, asked) if under_a_launcher() else name)
@@ -183,6 +184,11 @@ def refuse_what_means_nothing(asked: TrainConfig) -> None:
         raise UserError(
             f"num_connections={asked.num_connections} means nothing to one replica: leave it out",
             "num_connections",
+        )
+    if "publish_every" in changed and asked.publish is None:
+        raise UserError(
+            f"publish_every={asked.publish_every} means nothing without publish: set that to a directory or a URL",
+            *("publish_every", "publish"),
         )
     if "log_layer_cosine" in changed and asked.diloco.combine != "gather":
         raise UserError(

@@ -26,10 +26,12 @@ def experiments(request):
 def test_every_run_can_be_started(experiments, tmp_path):
     runs = [run for one in experiments.values() for run in one.runs]
     assert all("seed" in run.labels for run in runs)
-    # Those that differ in the outer learning rate alone start alike.
+    # Those that differ in a learning rate alone start alike.
     configs = {
         replace(
-            config, diloco=replace(config.diloco, outer_learning_rate=config.diloco.outer_learning_rate and 0.4)
+            config,
+            optimizer=replace(config.optimizer, learning_rate=1e-3),
+            diloco=replace(config.diloco, outer_learning_rate=config.diloco.outer_learning_rate and 0.4),
         )
         for config in (run.config for run in runs if run.config.seed == 0)
     }

@@ -19,6 +19,7 @@ MOST_REPLICAS = (1 << 16) - 2
 """Numbers of replicas that codecs can tell apart."""
 Replicas = Annotated[int, msgspec.Meta(ge=1, le=MOST_REPLICAS)]
 """A number of replicas."""
+Quorum: TypeAlias = Literal["majority", "all"] | Replicas
 MOST_SHARES = 1024
 """Largest number of shares into which a fragment is cut."""
 MOST_ENTRY_BYTES = 1 << 23
@@ -49,7 +50,7 @@ class Rules:
 
     num_fragments: Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
     """P."""
-    quorum: Literal["majority", "all"] | Replicas = "majority"
+    quorum: Quorum = "majority"
     """The replicas whose payloads a decision needs: all active ones always suffice, at t + τ the quorum: more than
     half of the active ones, or a number; at t + τ + patience the decider alone, or the same number, or all active
     ones where they are fewer; with `all` nothing less than all."""

@@ -28,6 +28,7 @@ from diloco.rendezvous.log.entries import (
     Norm,
     Outer,
     Positive,
+    Quorum,
     Rules,
     Snapshot,
 )
@@ -170,6 +171,26 @@ class FencedError(UserError):
     """Another process has joined under this replica's name or got its slot of the text, or its key was revoked."""
 
 
+def last_recent(num_outer: int, num_fragments: int) -> int:
+    """The least `Member.last_outer` of replicas that decisions wait for, out of all outer entries and P."""
+    return num_outer - 2 * num_fragments + 1
+
+
+def least_payloads(quorum: Quorum, num_active: int, *, after_patience: bool) -> int:
+    """The number of active replicas whose payloads a decision needs after τ; before τ it needs all of them.
+
+    >>> [least_payloads(quorum, 6, after_patience=False) for quorum in ("all", "majority", 2)]
+    [6, 4, 2]
+    >>> [least_payloads(quorum, 6, after_patience=True) for quorum in ("all", "majority", 2)]
+    [6, 1, 2]
+    """
+    if quorum == "all":
+        return num_active
+    if quorum == "majority":
+        return 1 if after_patience else num_active // 2 + 1
+    return min(quorum, num_active)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """The bookkeeping of the entries 0 … k−1, and the step to that of one more."""
@@ -213,7 +234,9 @@ class RunState:
         member = self.members[replica]
         if member.left or member.fenced or self.closed:
             return False
-        return self.rules.quorum == "all" or self.num_outer - member.last_outer < 2 * self.rules.num_fragments
+        return self.rules.quorum == "all" or (
+            member.last_outer >= last_recent(self.num_outer, self.rules.num_fragments)
+        )
 
     @property
     def active(self) -> tuple[int, ...]:
@@ -324,7 +347,7 @@ class RunState:
         active, quorum = self.active, self.rules.quorum
         if quorum == "all" and (missing := [replica for replica in active if replica not in replicas]):
             return f"leaves out replicas {missing}, and the quorum is all"
-        if isinstance(quorum, int) and len(replicas) < min(quorum, len(active)):
+        if isinstance(quorum, int) and len(replicas) < least_payloads(quorum, len(active), after_patience=True):
             return f"counts {len(replicas)} of {len(active)} active replicas, and the quorum is {quorum}"
         return None
 

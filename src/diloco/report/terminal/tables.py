@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from diloco.errors import UserError
-from diloco.rendezvous.prices import PROVIDERS
+from diloco.rendezvous.prices import PROVIDERS, R2
 from diloco.report.terminal.screen import Screen
 from diloco.simulator.bandwidth import GBIT_S
+from diloco.simulator.fleet import Outcome
 from diloco.simulator.planner import Plan, Remedy, Task, feasible, presets, remedy
 from diloco.simulator.published import (
     OVERTRAINING_COSTS,
@@ -140,6 +141,36 @@ def hours_table(run: IdealizedRun) -> Table:
     table.add_row("gradients, at every step", f"{run.inside_seconds / 3600:,.2f}")
     table.add_row("outer gradients, as far as training waits", f"{run.between_seconds / 3600:,.2f}")
     table.add_row("together", f"{run.seconds / 3600:,.2f}")
+    return table
+
+
+def fleet_json(outcomes: Sequence[Outcome]) -> str:
+    """One JSON object per method; numbers that a method does not have are null."""
+    rows = [asdict(outcome) | {"dollars": outcome.dollars(R2)} for outcome in outcomes]
+    return json.dumps([{name: _number(value) for name, value in row.items()} for row in rows], indent=1)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_number(part) for part in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def fleet_table(outcomes: Sequence[Outcome]) -> Table:
+    """A row for each method."""
+    columns = ("goodput", "tokens per hour", "counted", "rounds late", "send to decided, s", "$ per 10⁹ tokens")
+    table = _table("method", *columns, title=f"{outcomes[0].seconds / 3600:,.1f} hours")
+    for outcome in outcomes:
+        dollars, tokens = outcome.dollars(R2), outcome.tokens_per_hour * outcome.seconds / 3600
+        table.add_row(
+            outcome.method.replace("_", "-"),
+            f"{outcome.goodput:.1%}",
+            f"{outcome.tokens_per_hour:,.0f}",
+            f"{outcome.contributors:,.1f}",
+            f"{outcome.staleness:.2f}",
+            "{:,.1f}, p99 {:,.1f}".format(*outcome.decided_seconds) if outcome.method == "store" else "",
+            f"{dollars / tokens * 1e9:,.2f}" if tokens else "",
+        )
     return table
 
 

@@ -413,13 +413,22 @@ class TrainConfig:
     )
     """Port of 127.0.0.1 on which a machine's first replica serves /metrics for Prometheus; its next replicas take
     the ports after it. None serves nothing."""
+    publish: str | None = field(
+        default=None, metadata=trait(incidental=True, own_to_a_replica=True, may_change_on_resume=True)
+    )
+    """Directory or bucket in which the outer parameters are published for followers, in bfloat16, while training
+    goes on: a path, s3://bucket/prefix, gs://… or az://…. With a rendezvous give it to every replica."""
+    publish_every: int = field(
+        default=1, metadata=trait(incidental=True, own_to_a_replica=True, may_change_on_resume=True)
+    )
+    """Rounds of all fragments, with data_parallel steps, between two versions; the last one is that of the end."""
     log_layer_cosine: bool = field(default=False, metadata=trait(own_with_rendezvous=True))
     """Log the cosine between replicas' outer gradients for every block, not only for every fragment."""
 
     def __post_init__(self) -> None:
         """Refuse contradictions; the schedule, codec and fragments check their own."""
         inside = ("shards_per_replica", "tensor_parallel", "ddp_per_replica")
-        counted = ("num_replicas", *inside, "num_connections")
+        counted = ("num_replicas", *inside, "num_connections", "publish_every")
         for name in (*counted, "num_tokens", "global_batch", "sequence_length"):
             if getattr(self, name) < 1:
                 raise out_of_range(name, "at least 1", getattr(self, name))

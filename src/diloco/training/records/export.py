@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 from diloco.data.hugging_face import hugging_face_json
@@ -14,6 +15,7 @@ from diloco.data.tokenizers import (
 )
 from diloco.errors import UserError
 from diloco.files import copy, make_directory, write_atomically, write_json, write_tensors
+from diloco.models.hugging_face_config import HuggingFaceConfig
 from diloco.models.language_model import LanguageModel
 from diloco.training.config.config import TrainConfig
 from diloco.training.records.finished import finished_config, run_parameters
@@ -58,6 +60,17 @@ def export_run(
         _write_tokenizer(tokenizer, config.sequence_length, output)
     facts = {"run": config.name, "step": step, "num_steps": config.num_steps, "family": config.model.family}
     write_atomically(output / "README.md", [_ABOUT[to].format(**facts, sentence=sentence).encode()])
+
+
+def files_of(config: TrainConfig) -> dict[str, bytes]:
+    """The files with which `transformers` reads a run's weights, by name; none for models of another kind."""
+    if not isinstance(config.model, HuggingFaceConfig) or config.model.lora is not None:
+        return {}
+    assert config.data.prepared is not None, "a run's config is resolved"
+    with TemporaryDirectory() as folder:
+        _write_tokenizer(load_tokenizer(config.data.prepared), config.sequence_length, Path(folder))
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    return files | {"config.json": config.model.architecture.encode()}
 
 
 def _write_safetensors(model: LanguageModel, config: TrainConfig, tokenizer: Tokenizer, output: Path) -> None:

@@ -1,10 +1,14 @@
 // One pass over memory where plain torch takes several: the codecs with one scale per block, those without a scale,
-// what sparse codecs keep, the outer step, and the digest of Θ.
+// what sparse codecs keep, the outer step, the digest of Θ, and differences of published weights.
 // Every operation is rounded on its own, as in the reference: compile with -ffp-contract=off.
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -251,6 +255,11 @@ CODEC(int2, 2, 4)
 
 // Flags of bytes that are 0 or 1, as bits; bit i is that of element i.
 INLINE uint64_t bits_of_flags(const uint8_t flag[64]) {
+#ifdef __AVX2__
+    __m256i low = _mm256_loadu_si256((const void *)flag), high = _mm256_loadu_si256((const void *)(flag + 32));
+    uint32_t low_bits = (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(low, 7));
+    return low_bits | (uint64_t)(uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(high, 7)) << 32;
+#else
     uint64_t bits = 0;
     for (int i = 0; i < 8; i++) {
         uint64_t eight;
@@ -258,6 +267,7 @@ INLINE uint64_t bits_of_flags(const uint8_t flag[64]) {
         bits |= (eight * 0x0102040810204080u) >> 56 << 8 * i;
     }
     return bits;
+#endif
 }
 INLINE uint64_t first_bits(int64_t n) { return n < 64 ? ((uint64_t)1 << n) - 1 : ~(uint64_t)0; }
 
@@ -537,3 +547,291 @@ WIDE uint64_t outer_digest(const float *x, int64_t n, uint64_t k) {
     }
     return total;
 }
+
+// The coder of diloco.publishing.cells, of cells of 1, 2, 4 or 8 bytes; `size` is constant where it is used.
+#define LAST ((uint64_t)1 << 63)
+enum { SAMPLE = 4096, COUNTS = 14, MOST_PARAMETER = 62, MOST_GAP_PARAMETER = 17 };
+typedef struct { uint32_t changed, first, fourth; uint8_t gap, exact; } Counts;
+
+INLINE uint64_t cell(const uint8_t *cells, int64_t i, int size) {
+    uint64_t bits = 0;
+    memcpy(&bits, cells + i * size, (size_t)size);
+    return bits;
+}
+INLINE uint64_t cell_mask(int size) { return ~(uint64_t)0 >> (64 - 8 * size); }
+// Without branches: signs can't be predicted.
+INLINE uint64_t cell_order(uint64_t bits, int size) {
+    uint64_t top = (uint64_t)1 << (8 * size - 1);
+    return bits ^ ((-(bits >> (8 * size - 1)) | top) & cell_mask(size));
+}
+INLINE uint64_t cell_at(uint64_t place, int size) {
+    uint64_t top = (uint64_t)1 << (8 * size - 1);
+    return place ^ ((((place >> (8 * size - 1)) - 1) | top) & cell_mask(size));
+}
+INLINE int bit_length(uint64_t value) { return value ? 64 - __builtin_clzll(value) : 0; }
+
+// The cells of 64 that differ, as bits.
+#define DIFFERS(TYPE) \
+    INLINE uint64_t differs_##TYPE(const TYPE *a, const TYPE *b, int64_t n) { \
+        uint8_t flag[64] = {0}; \
+        for (int64_t i = 0; i < n; i++) flag[i] = a[i] != b[i]; \
+        return bits_of_flags(flag); \
+    }
+DIFFERS(uint8_t)
+DIFFERS(uint16_t)
+DIFFERS(uint32_t)
+DIFFERS(uint64_t)
+INLINE uint64_t differs(const uint8_t *a, const uint8_t *b, int64_t n, int size) {
+    return size == 1   ? differs_uint8_t(a, b, n)
+           : size == 2 ? differs_uint16_t((const uint16_t *)a, (const uint16_t *)b, n)
+           : size == 4 ? differs_uint32_t((const uint32_t *)a, (const uint32_t *)b, n)
+                       : differs_uint64_t((const uint64_t *)a, (const uint64_t *)b, n);
+}
+
+// The e of the shortest fourth and fifth plane, estimated from the numbers of |s| − 1 of each bit length in a sample.
+INLINE int step_parameter(const uint32_t *counts, int bits) {
+    uint64_t least = ~(uint64_t)0;
+    int best = 0;
+    for (int e = 0; e <= bits - 2 && e <= MOST_PARAMETER; e++) {
+        uint64_t cost = 0;
+        for (int b = 0; b < bits; b++) cost += counts[b] * (uint64_t)(b <= e ? e + 1 : 2 * b - e + (b == e + 1));
+        if (cost < least) least = cost, best = e;
+    }
+    return best;
+}
+
+// Writes bits from the lowest of a byte on, and up to 8 bytes beyond.
+typedef struct { uint8_t *to; uint64_t held; int num_held; } Writer;
+INLINE void put(Writer *w, uint64_t bits, int width) {
+    w->held |= bits << w->num_held;
+    w->num_held += width;
+    if (w->num_held >= 64) {
+        memcpy(w->to, &w->held, 8);
+        w->to += 8;
+        w->num_held -= 64;
+        w->held = w->num_held ? bits >> (width - w->num_held) : 0;
+    }
+}
+INLINE void put_unary(Writer *w, uint64_t zeros) {
+    for (; zeros >= 63; zeros -= 63) put(w, 0, 63);
+    put(w, (uint64_t)1 << zeros, (int)zeros + 1);
+}
+INLINE void put_last(Writer *w) { memcpy(w->to, &w->held, 8); }
+
+// The changed cells of a chunk: a bit for each of its cells; then, for each changed one, its place, |s| − 1 as a cell,
+// and a flag of s < 0.
+typedef struct { uint64_t *mask; uint32_t *place; uint8_t *least, *down; } Changes;
+
+INLINE int64_t find_changes(const uint8_t *old, const uint8_t *new, int64_t n, int size, Changes *c) {
+    int64_t k = 0;
+    for (int64_t i = 0; i < n; i += 64) {
+        const uint8_t *a = old + i * size, *b = new + i * size;
+        c->mask[i / 64] = n - i < 64 ? differs(a, b, n - i, size) : differs(a, b, 64, size);
+    }
+    // Four places at a time, the last of them beyond those of the word: fewer branches are mispredicted.
+    for (int64_t i = 0; i < n; i += 64) {
+        uint64_t bits = c->mask[i / 64];
+        int64_t end = k + __builtin_popcountll(bits);
+        for (; k < end; k += 4)
+            for (int j = 0; j < 4; j++, bits &= bits - 1) c->place[k + j] = (uint32_t)(i + __builtin_ctzll(bits | LAST));
+        k = end;
+    }
+    for (int64_t j = 0; j < k; j++) {
+        uint64_t a = cell(old, c->place[j], size), b = cell(new, c->place[j], size);
+        uint64_t step = (cell_order(b, size) - cell_order(a, size)) & cell_mask(size);
+        uint64_t is_down = step >> (8 * size - 1), least = ((step ^ -is_down) - 1 + is_down) & cell_mask(size);
+        memcpy(c->least + j * size, &least, (size_t)size);
+        c->down[j] = (uint8_t)is_down;
+    }
+    memset(c->down + k, 0, 64);  // bits_of_flags reads 64
+    return k;
+}
+
+INLINE int exact_parameter(const Changes *c, int64_t k, int size) {
+    uint32_t counts[4][64] = {0};  // in turns: an addition would wait for the one before
+    int64_t stride = k / SAMPLE + 1;
+    for (int64_t j = 0; j < k; j += stride) counts[j & 3][bit_length(cell(c->least, j, size))]++;
+    for (int b = 0; b < 64; b++) counts[0][b] += counts[1][b] + counts[2][b] + counts[3][b];
+    return step_parameter(counts[0], 8 * size);
+}
+
+// Write the body of a chunk, and up to 8 bytes beyond; return its length.
+INLINE int64_t encode_chunk(const uint8_t *old, const uint8_t *new, int64_t n, int size, Changes *c, uint8_t *body) {
+    int64_t k = find_changes(old, new, n, size, c), bits1 = k, bits5 = 0, next = 0;
+    if (!k) return 0;
+    int g = bit_length((uint64_t)(n * 11 / (16 * k))) - 1, e = exact_parameter(c, k, size);
+    g = g < 0 ? 0 : g;
+    for (int64_t j = 0; j < k; next = c->place[j++] + 1) bits1 += (c->place[j] - next) >> g;
+    for (int64_t j = 0; j < k; j++) bits5 += bit_length(cell(c->least, j, size) + ((uint64_t)1 << e)) - 1;
+    int64_t lengths[] = {(bits1 + 7) / 8, (k * g + 7) / 8, (k + 7) / 8, (bits5 - k * (e - 1) + 7) / 8, (bits5 + 7) / 8};
+    int64_t length = COUNTS + lengths[0] + lengths[1] + lengths[2] + lengths[3] + lengths[4];
+    if (length >= n * size) {
+        memcpy(body, new, (size_t)(n * size));
+        return n * size;
+    }
+    uint32_t numbers[3] = {(uint32_t)k, (uint32_t)lengths[0], (uint32_t)lengths[3]};
+    memcpy(body, numbers, 12);
+    body[12] = (uint8_t)g, body[13] = (uint8_t)e;
+    uint8_t *at = body + COUNTS;
+    Writer first = {.to = at}, second = {.to = at + lengths[0]};
+    Writer third = {.to = second.to + lengths[1]}, fourth = {.to = third.to + lengths[2]};
+    Writer fifth = {.to = fourth.to + lengths[3]};
+    if (!g) memcpy(at, c->mask, (size_t)lengths[0]);
+    next = 0;
+    for (int64_t j = 0; g && j < k; next = c->place[j++] + 1) put_unary(&first, (c->place[j] - next) >> g);
+    if (g) put_last(&first);
+    next = 0;
+    for (int64_t j = 0; g && j < k; next = c->place[j++] + 1) put(&second, (c->place[j] - next) & first_bits(g), g);
+    put_last(&second);
+    for (int64_t j = 0; j < k; j += 64) put(&third, bits_of_flags(c->down + j) & first_bits(k - j), 64);
+    put_last(&third);
+    for (int64_t j = 0; j < k; j++)
+        put_unary(&fourth, (uint64_t)(bit_length(cell(c->least, j, size) + ((uint64_t)1 << e)) - 1 - e));
+    put_last(&fourth);
+    for (int64_t j = 0; j < k; j++) {
+        uint64_t y = cell(c->least, j, size) + ((uint64_t)1 << e);
+        int width = bit_length(y) - 1;
+        put(&fifth, y ^ (uint64_t)1 << width, width);
+    }
+    put_last(&fifth);
+    return length;
+}
+
+// Write the bodies of the chunks of n cells one after another, and their lengths; return the sum of these, or −1
+// without memory. `body` has n · size + 16 bytes.
+INLINE int64_t encode_chunks(
+    const uint8_t *old, const uint8_t *new, int64_t n, int64_t chunk, int size, uint32_t *lengths, uint8_t *body) {
+    int64_t most = n < chunk ? n : chunk, total = 0;
+    uint8_t *scratch = malloc((size_t)(most + 64) * (size_t)(6 + size));
+    if (!scratch) return -1;
+    Changes c = {.mask = (uint64_t *)scratch};
+    c.place = (uint32_t *)(c.mask + most / 64 + 1);
+    c.least = (uint8_t *)(c.place + most + 4);
+    c.down = c.least + most * size;
+    for (int64_t i = 0; i < n; i += chunk) {
+        int64_t num = n - i < chunk ? n - i : chunk;
+        total += *lengths++ = (uint32_t)encode_chunk(old + i * size, new + i * size, num, size, &c, body + total);
+    }
+    free(scratch);
+    return total;
+}
+
+INLINE uint64_t word_at(const uint8_t *bytes, int64_t at, int64_t num_bytes) {
+    uint64_t word = 0;
+    if (num_bytes - at >= 8) memcpy(&word, bytes + at, 8);
+    else memcpy(&word, bytes + at, (size_t)(num_bytes - at));
+    return word;
+}
+// Bits of a field, which ends within `num_bytes`.
+INLINE uint64_t field_at(const uint8_t *bytes, int64_t bit, int width, int64_t num_bytes) {
+    uint64_t low = word_at(bytes, bit >> 3, num_bytes) >> (bit & 7);
+    if (width > 56 && (bit & 7) + width > 64) low |= (uint64_t)bytes[(bit >> 3) + 8] << (64 - (bit & 7));
+    return low & first_bits(width);
+}
+
+// Check that planes 1 and 2 have `changed` places, and that the last one is below n: they ascend.
+INLINE int check_places(const uint8_t *first, const uint8_t *second, const Counts *c, int64_t n) {
+    int64_t k = 0, last_one = -1, num_second = ((int64_t)c->changed * c->gap + 7) / 8, low = 0;
+    for (int64_t at = 0; at < c->first; at += 8) {
+        uint64_t bits = word_at(first, at, c->first);
+        k += __builtin_popcountll(bits);
+        if (bits) last_one = 8 * at + 63 - __builtin_clzll(bits);
+    }
+    if (k != c->changed || last_one >> 3 != (int64_t)c->first - 1) return 0;
+    for (int64_t j = 0; c->gap && j < k; j++) low += (int64_t)field_at(second, j * c->gap, c->gap, num_second);
+    return ((last_one + 1 - k) << c->gap) + low + k <= n;
+}
+INLINE void read_places(const uint8_t *first, const uint8_t *second, const Counts *c, uint32_t *place) {
+    int64_t k = 0, num_second = ((int64_t)c->changed * c->gap + 7) / 8, last_one = -1, next = 0;
+    for (int64_t at = 0; at < c->first; at += 8) {
+        for (uint64_t bits = word_at(first, at, c->first); bits; bits &= bits - 1, k++) {
+            int64_t one = 8 * at + __builtin_ctzll(bits);
+            next += (one - last_one - 1) << c->gap | (int64_t)field_at(second, k * c->gap, c->gap, num_second);
+            place[k] = (uint32_t)next++;
+            last_one = one;
+        }
+    }
+}
+// Read the widths of the fields of the fifth plane; return their sum, or −1 if they are not as many, or one is too wide.
+INLINE int64_t read_widths(const uint8_t *fourth, const Counts *c, int bits, uint8_t *width) {
+    int64_t k = 0, total = 0, last_one = -1;
+    for (int64_t at = 0; at < c->fourth; at += 8) {
+        for (uint64_t word = word_at(fourth, at, c->fourth); word; word &= word - 1, k++) {
+            int64_t one = 8 * at + __builtin_ctzll(word), here = one - last_one - 1 + c->exact;
+            if (k == c->changed || here >= bits) return -1;
+            width[k] = (uint8_t)here;
+            total += here;
+            last_one = one;
+        }
+    }
+    return k == c->changed && last_one >> 3 == (int64_t)c->fourth - 1 ? total : -1;
+}
+
+// Change the cells of a chunk, or only check its body; return the number of changed cells, or −1 for a bad body.
+INLINE int64_t decode_chunk(
+    const uint8_t *body, int64_t length, uint8_t *into, int64_t n, int size, int only_check, uint32_t *place, uint8_t *width) {
+    if (!length) return 0;
+    if (length == n * size) {
+        int64_t changed = 0;
+        for (int64_t i = 0; i < n; i += 64) {
+            const uint8_t *a = into + i * size, *b = body + i * size;
+            for (int64_t j = 0; j < n - i && j < 64; j++) changed += cell(a, j, size) != cell(b, j, size);
+        }
+        if (!only_check) memcpy(into, body, (size_t)length);
+        return changed;
+    }
+    if (length < COUNTS || length > n * size) return -1;
+    Counts c = {.gap = body[12], .exact = body[13]};
+    memcpy(&c, body, 12);
+    int64_t k = c.changed, num_second = (k * c.gap + 7) / 8, num_third = (k + 7) / 8;
+    if (k < 1 || k > n || c.gap > MOST_GAP_PARAMETER || c.exact > 8 * size - 2 || c.exact > MOST_PARAMETER) return -1;
+    int64_t num_fifth = length - COUNTS - c.first - num_second - num_third - c.fourth;
+    if (num_fifth < 0) return -1;
+    const uint8_t *first = body + COUNTS, *second = first + c.first, *third = second + num_second;
+    const uint8_t *fourth = third + num_third, *fifth = fourth + c.fourth;
+    if (!check_places(first, second, &c, n)) return -1;
+    int64_t total = read_widths(fourth, &c, 8 * size, width), bit = 0;
+    if (total < 0 || (total + 7) / 8 != num_fifth) return -1;
+    if (only_check) return k;
+    read_places(first, second, &c, place);
+    for (int64_t j = 0; j < k; bit += width[j++]) {
+        __builtin_prefetch(into + (int64_t)place[j + 24 < k ? j + 24 : j] * size, 1);
+        uint64_t y = field_at(fifth, bit, width[j], num_fifth) + ((uint64_t)1 << width[j]);
+        uint64_t step = y - ((uint64_t)1 << c.exact) + 1, is_down = third[j >> 3] >> (j & 7) & 1;
+        uint64_t to = cell_order(cell(into, place[j], size), size) + ((step ^ -is_down) + is_down);
+        uint64_t bits = cell_at(to & cell_mask(size), size);
+        memcpy(into + (int64_t)place[j] * size, &bits, (size_t)size);
+    }
+    return k;
+}
+
+// Change n cells, or only check the bodies of their chunks, which lie one after another; return the number of changed
+// cells, −1 − the index of a bad chunk, or INT64_MIN without memory.
+INLINE int64_t decode_chunks(
+    const uint8_t *body, const uint32_t *lengths, uint8_t *into, int64_t n, int64_t chunk, int size, int only_check) {
+    int64_t most = n < chunk ? n : chunk, total = 0;
+    uint32_t *place = malloc(4 * (size_t)most);
+    uint8_t *width = malloc((size_t)most);
+    if (!(place && width)) total = INT64_MIN;
+    for (int64_t i = 0; total >= 0 && i < n; i += chunk, body += *lengths++) {
+        int64_t num = n - i < chunk ? n - i : chunk;
+        int64_t changed = decode_chunk(body, *lengths, into + i * size, num, size, only_check, place, width);
+        total = changed < 0 ? -1 - i / chunk : total + changed;
+    }
+    free(place), free(width);
+    return total;
+}
+
+#define CELLS(SIZE) \
+    int64_t cells##SIZE##_encode( \
+        const uint8_t *old, const uint8_t *new, int64_t n, int64_t chunk, uint32_t *lengths, uint8_t *body) { \
+        return encode_chunks(old, new, n, chunk, SIZE, lengths, body); \
+    } \
+    int64_t cells##SIZE##_decode( \
+        const uint8_t *body, const uint32_t *lengths, uint8_t *into, int64_t n, int64_t chunk, int only_check) { \
+        return decode_chunks(body, lengths, into, n, chunk, SIZE, only_check); \
+    }
+CELLS(1)
+CELLS(2)
+CELLS(4)
+CELLS(8)

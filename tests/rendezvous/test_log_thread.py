@@ -11,7 +11,7 @@ from tests.engine.test_elastic import until
 from tests.rendezvous.replicas import P, Replica
 
 import diloco
-from diloco.rendezvous.follower import Delivery
+from diloco.rendezvous.log_thread import Delivery
 from diloco.rendezvous.store import Store
 
 
@@ -64,12 +64,12 @@ def test_a_replica_does_not_go_on_alone_in_a_directory_that_was_unmounted(tmp_pa
 def test_the_end_of_a_run_is_seen_after_its_last_decision(tmp_path, monkeypatch):
     replica = Replica(str(tmp_path / "store"))
     replica.vanish()  # the test is the only one that changes the log
-    follower = replica.exchange._seated.follower
+    log_thread = replica.exchange._seated.log_thread
 
     def is_done(delivery: Delivery) -> bool:
         """Nothing waits, and right after that the loop reads an outer entry, and the one that closes the run."""
-        follower._log.state = dataclasses.replace(follower.state, closed=("0" * 16,) * P)
+        log_thread._log.state = dataclasses.replace(log_thread.state, closed=("0" * 16,) * P)
         return True
 
     monkeypatch.setattr(Delivery, "is_done", property(is_done))
-    assert follower.closed == ()
+    assert log_thread.closed == ()

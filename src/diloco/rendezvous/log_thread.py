@@ -29,6 +29,7 @@ from diloco.rendezvous.log.log import FOR_EVER, Log, LostEntryError, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState
 from diloco.rendezvous.objects import Objects
 from diloco.rendezvous.payloads import Access, Averager, Inbox, Outbox
+from diloco.rendezvous.prices import longest_poll
 from diloco.rendezvous.store import Store
 
 _POLLS_PER_LOOK = 60
@@ -199,7 +200,7 @@ class Background:
         self._loop.close()
 
 
-class Follower:
+class LogThread:
     """Follows the log for one replica.
 
     Args:
@@ -213,6 +214,8 @@ class Follower:
 
     def __init__(self, store: Store, log: Log, own: int, form: Form, signer: Signer, pace: Pace) -> None:
         self.step = 0
+        self.overlap_seconds = 0.0
+        """τ inner steps, of the last own offer, at this replica's pace."""
         self.draining_since: float | None = None
         """Time at which the training thread took the last of its `step` inner steps; None while it takes more."""
         self.bases: Sequence[tuple[int, int]] = ((-1, 0),) * len(form.sizes)
@@ -231,6 +234,7 @@ class Follower:
             own=own,
             signer=signer,
             poll_seconds=pace.poll_seconds,
+            longest_poll=self._longest_poll,
             newest=self._newest,
         )
         self.inbox = Inbox(access, memory_bytes=pace.memory_bytes, on_arrival=self._on_arrival)
@@ -334,6 +338,14 @@ class Follower:
             except TimeoutError:
                 pass
 
+    def _longest_poll(self) -> float:
+        """The time between two looks for a payload that does not come: an eighth of τ.
+
+        A replica asks for one of each other: at 0.5 s a thousand of them would pay most of their bill for that.
+        """
+        overlap_seconds = self.overlap_seconds if self.draining_since is None else 0.0
+        return longest_poll(self._pace.poll_seconds, overlap_seconds)
+
     async def _newest(self) -> RunState:
         """The state after all entries that are in the log now."""
         enough = self._num_reads + 2  # the next reading to end may have begun before
@@ -355,7 +367,7 @@ class Follower:
 
     def _watch_members(self) -> None:
         """Look for the payloads of every replica that may send some."""
-        assert self._tasks is not None, "the follower runs"
+        assert self._tasks is not None, "the log thread runs"
         for replica, member in enumerate(self.state.members):
             if replica != self._own and replica not in self._watched and not (member.left or member.fenced):
                 self._watched.add(replica)

@@ -1,0 +1,1 @@
+"""Weights that anybody may follow: versions in a store, whole or as lossless differences."""

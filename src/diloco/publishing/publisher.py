@@ -1,0 +1,300 @@
+"""Publish the versions of a model's weights to a place in a store."""
+
+import asyncio
+import logging
+import re
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from diloco.errors import PayloadError, UserError
+from diloco.publishing.differences import content_digest, difference_of
+from diloco.publishing.states import State, copied, num_bytes_of, seal_whole, unlike
+from diloco.publishing.versions import (
+    MOST_FILE_BYTES,
+    VERSION,
+    Body,
+    Chain,
+    Held,
+    Version,
+    body_name,
+    file_name,
+    upload,
+)
+from diloco.rendezvous.log.keys import Signer, signer_of_environment
+from diloco.rendezvous.log_thread import Background
+from diloco.rendezvous.store import Store, StoreError, StoreUnreachableError
+from diloco.schema import json_facts
+
+if TYPE_CHECKING:
+    from torch import nn
+    from typing_extensions import Buffer
+
+_LOG = logging.getLogger("diloco")
+_FOR_EVER = float(1 << 30)
+"""Bound of a wait for requests that are bounded themselves."""
+
+
+class OvertakenError(UserError):
+    """Another publisher of the same states has published this one, or a newer one."""
+
+
+class Publisher:
+    """Publishes a model's weights, version after version, in a directory or a bucket of S3, GCS or Azure.
+
+    A version has the whole weights, or the difference from the version before, without loss. A publisher that is
+    started again goes on with the versions that it finds. One place takes one publisher.
+
+    Args:
+        url: a path, file:///path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix, which nothing
+            else uses.
+        dtype: type to which floating-point tensors are cast; None publishes each in its own.
+        whole_every: versions after which a whole one follows.
+        keep: the newest whole versions that are kept, with those that follow them; older ones are deleted.
+        key: the file of the key that signs, made by `diloco keys new`; None is that of the environment variable
+            DILOCO_KEY, or no key.
+        timeout_seconds: how long the store may give no answer.
+
+    Raises:
+        UserError: for a wrong URL, key or setting.
+
+    >>> import diloco, tempfile
+    >>> place = tempfile.mkdtemp()
+    >>> publisher = diloco.Publisher(place)
+    >>> model = torch.nn.Linear(2, 2)
+    >>> publisher.publish(model, step=100).number
+    0
+    >>> follower = diloco.Follower(place)
+    >>> follower.load_into(torch.nn.Linear(2, 2)).step
+    100
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        dtype: torch.dtype | None = torch.bfloat16,
+        whole_every: int = 50,
+        keep: int = 2,
+        key: str | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        for name, value in {"whole_every": whole_every, "keep": keep, "timeout_seconds": timeout_seconds}.items():
+            if not value >= (0 if name == "timeout_seconds" else 1):
+                raise UserError(f"{name}={value} is too small", name)
+        self._dtype, self._whole_every, self._keep = dtype, whole_every, keep
+        self._signer = signer_of_environment() if key is None else Signer.of_file(key)
+        self._store, self._patience = Store.open(str(url)), timeout_seconds
+        self._is_alone = True
+        self._chain = Chain(self._store, [self._signer.public], timeout_seconds)
+        self._newest: Version | None = None
+        """The newest version of the place, once it is known; `_chain` holds it, unless it is damaged there."""
+        self._is_known = False
+        self._after_failure: list[tuple[Version | None, Held | None]] = []
+        """The versions that may be the newest after a publication that failed: the one before it, and its own;
+        each with its state, unless it is damaged in the store."""
+        self._lost = ""
+        """The reason why this place is another publisher's."""
+        self._has_cleaned = False
+        self._background = Background("diloco publisher")
+        self._background.start()
+        weakref.finalize(self, self._background.stop)
+
+    @property
+    def store(self) -> Store:
+        """The store, with its counts of requests and bytes."""
+        return self._store
+
+    def share_with(self, public_keys: Iterable[str]) -> None:
+        """From now on take the versions of others, too, that publish the same states here: each step once.
+
+        Args:
+            public_keys: of the others; an empty one where they have none.
+        """
+        self._is_alone = False
+        self._chain.public_keys = [*dict.fromkeys([self._signer.public, *public_keys])]
+
+    def publish(
+        self,
+        model: "nn.Module | Mapping[str, Tensor]",
+        *,
+        step: int,
+        facts: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
+    ) -> Version:
+        """Publish weights as the next version; returns when it is there for all.
+
+        After an error the next call looks into the store, and goes on.
+
+        Args:
+            model: a module, or tensors by name, on any device. They are copied first; of tied tensors one copy is
+                published.
+            step: of the training.
+            facts: what else is to be known of the version, JSON by name.
+            files: small files that go with it, by name, such as config.json; None keeps those of the version
+                before.
+
+        Raises:
+            UserError: for what can't be published, for another model than that of the versions before, and if
+                another publisher writes to this place.
+            StoreError: if the store refuses a request, or gives no answer.
+        """
+        if step < 0:
+            raise UserError(f"step={step} must be at least 0", "step")
+        values = json_facts(facts or {})
+        for name, content in (files or {}).items():
+            if len(content) > MOST_FILE_BYTES:
+                raise UserError(
+                    f"the file {name} has {len(content):,} bytes, more than {MOST_FILE_BYTES:,}", "files"
+                )
+        state, tied = copied(model, self._dtype)
+        work = self._publish(state, step=step, facts=values, tied=tied, files=files)
+        return self._background.wait(work, _FOR_EVER, self._store.url)
+
+    def close(self) -> None:
+        """End the publisher's thread; the versions stay."""
+        self._background.stop()
+
+    def __enter__(self) -> "Publisher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _publish(
+        self,
+        state: State,
+        *,
+        step: int,
+        facts: dict[str, Any],
+        tied: dict[str, str],
+        files: Mapping[str, bytes] | None,
+    ) -> Version:
+        await self._look()
+        before, newest = self._chain.held, self._newest
+        if not self._is_alone and newest is not None and newest.step >= step:
+            raise OvertakenError(f"version {newest.number} of step {newest.step} is published already")
+        if before is not None and (difference := unlike(before.state, state)):
+            raise UserError(
+                f"{self._store.url} has {before.version.name} of another model: {difference}: publish this one at "
+                "a URL of its own"
+            )
+        buffers = await self._bodies(state)
+        bodies = {kind: await asyncio.to_thread(Body.of, parts) for kind, parts in buffers.items()}
+        number = 0 if newest is None else newest.number + 1
+        version = Version(
+            number=number,
+            step=step,
+            digest=await asyncio.to_thread(content_digest, state),
+            facts=facts,
+            previous="" if newest is None else newest.link,
+            start=number if newest is None or "whole" in bodies else newest.start,
+            num_bytes=num_bytes_of(state),
+            whole=bodies.get("whole"),
+            difference=bodies.get("difference"),
+            tied=tied,
+            files=_named(files, newest),
+        )
+        head = self._head(version)
+        self._is_known, self._after_failure = False, [(newest, before), (version, Held(version, state))]
+        for kind, body in bodies.items():
+            await upload(self._store, number, body, buffers[kind], self._patience)
+        for name, content in (files or {}).items():
+            await self._store.create(file_name(version.files[name]), content, patience_seconds=self._patience)
+        if await self._store.create(VERSION.name(number), head, patience_seconds=self._patience) is not None:
+            self._lose(number)
+        self._chain.held, self._newest, self._is_known = Held(version, state), version, True
+        await self._clean(version)
+        return version
+
+    async def _look(self) -> None:
+        """Find the newest version at the first publication, and after one that failed."""
+        if self._lost:
+            raise UserError(self._lost, "url")
+        numbers = [self._newest.number] if self._newest is not None and self._is_known and self._is_alone else []
+        numbers = numbers or await self._chain.numbers()
+        try:
+            newest = await self._chain.version(numbers[-1]) if numbers else None
+        except PayloadError as error:
+            raise UserError(
+                f"{error}: publish with the key of the versions there, or at a URL of its own"
+            ) from None
+        if newest is None and self._newest is not None:  # such as a directory that is not mounted any more
+            raise StoreUnreachableError(f"{self._newest.name} is gone from {self._store.url}: bring it back")
+        if self._after_failure and self._is_alone:
+            known = [held for version, held in self._after_failure if version == newest]
+            if not known:
+                self._lose(numbers[-1])
+            self._chain.held = known[0]
+        elif newest is not None and newest != self._newest:
+            try:
+                await self._chain.take(newest)
+            except PayloadError as error:
+                self._chain.held = None  # an earlier version, perhaps
+                _LOG.warning("%s; a whole version follows", error)
+        self._newest, self._is_known, self._after_failure = newest, True, []
+
+    def _lose(self, number: int) -> NoReturn:
+        if not self._is_alone:
+            raise OvertakenError(f"version {number} was published by another meanwhile")
+        self._lost = (
+            f"another publisher has written version {number} in {self._store.url}: a place takes one publisher: "
+            "stop one of them, or give it a URL of its own"
+        )
+        raise UserError(self._lost, "url")
+
+    async def _bodies(self, state: State) -> "dict[str, Sequence[Buffer]]":
+        """The bodies of the next version, by kind, each as buffers."""
+        bodies: dict[str, Sequence[Buffer]] = {}
+        before, newest, whole = self._chain.held, self._newest, seal_whole(state)
+        if before is not None:
+            content = await asyncio.to_thread(difference_of, before.state, state)
+            if memoryview(content).nbytes < sum(buffer.nbytes for buffer in whole):
+                bodies["difference"] = [content]
+        if not bodies or newest is None or newest.number + 1 - newest.start >= self._whole_every:
+            bodies["whole"] = whole
+        return bodies
+
+    def _head(self, version: Version) -> bytes:
+        """The signed header, which every reader takes."""
+        head = VERSION.seal(version, self._signer)
+        try:
+            VERSION.open(head, "the version")
+        except PayloadError as error:
+            raise UserError(f"{error}: give shorter facts, and files with plain names", "facts", "files") from None
+        return head
+
+    async def _clean(self, version: Version) -> None:
+        """Delete old versions after each whole one, and what an earlier publisher left behind when it was killed.
+
+        Headers go first, so that every header has its bodies.
+        """
+        if version.whole is None and self._has_cleaned:
+            return
+        try:
+            oldest = version.start
+            for _ in range(self._keep - 1):
+                before = await self._chain.version(oldest - 1) if oldest else None
+                oldest = oldest if before is None else before.start
+            old = [VERSION.name(number) for number in await self._chain.numbers() if number < oldest]
+            await self._store.delete(old)
+            own = tuple(f"{body_name(version.number, b)}/" for b in (version.whole, version.difference) if b)
+            listed = [re.fullmatch(r"bodies/(\d{10})-.*", name) for name, _ in await self._store.list("bodies")]
+            numbers = {name[0]: int(name[1]) for name in listed if name}
+            old = [name for name, number in numbers.items() if number < oldest]
+            # A publisher that was killed may have begun the body of this number.
+            old += [n for n, number in numbers.items() if number == version.number and not n.startswith(own)]
+            files = {file_name(file) for file in version.files.values()}
+            await self._store.delete([*old, *(n for n, _ in await self._store.list("files") if n not in files)])
+            self._has_cleaned = True
+        except (StoreError, PayloadError) as error:
+            _LOG.warning("%s: old versions stay", error)
+
+
+def _named(files: Mapping[str, bytes] | None, newest: Version | None) -> dict[str, Body]:
+    if files is None:
+        return {} if newest is None else newest.files
+    return {name: Body.of([content]) for name, content in files.items()}

@@ -1,0 +1,305 @@
+"""A fleet whose replicas come and go over a log in a store: one outer step after another, all replicas at once.
+
+The rules are those of `rendezvous/`: who is active (`last_recent`), and how many payloads a decision needs
+(`least_payloads`). A round of fragment p goes as the engine lets it:
+
+1. It opens when the first replica has sent its outer gradient: H steps after its last send. A replica that sees it
+   sends its own too, if it has taken H/4 steps since its last one.
+2. A payload is in the store after size / uplink and a round trip; payloads of a replica go one after the other.
+3. A replica has seen k payloads when its downlink has taken them, a poll and a round trip after each came.
+4. One that has those of all active replicas decides; after τ of its own steps with those of the quorum; after
+   `patience` more with what is there. Others know it a poll and two round trips later.
+5. A payload that came too late counts in the next round, until it is more than `max_stale` rounds old.
+
+A machine that fails loses what it has not sent since its last checkpoint; its replica joins again, as another one,
+when it is repaired and has read Θ. Nobody waits for the exchange but by staleness: `engine.step()` does not.
+
+Shapes: M replicas, P fragments, K payloads in the order of their arrival.
+"""
+
+import math
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.rendezvous.log.run import last_recent, least_payloads
+from diloco.rendezvous.prices import exchange, polling
+from diloco.simulator.fleet import FleetRun, Floats, Machines, Mask, Outcome
+
+Places: TypeAlias = NDArray[np.intp]
+_MOST_SAMPLES = 100_000
+_ROUND_TRIPS_TO_KNOW = 2
+"""After a decision: the entry is written, and read by others."""
+
+
+def in_store(run: FleetRun, *, num_outer_steps: int, seed: int = 0) -> Outcome:
+    """So many outer steps of a fleet over a store.
+
+    >>> from diloco.simulator.fleet import Machines
+    >>> home = Machines(name="4090", count=8, step_seconds=1.0, up_mbit_s=20, down_mbit_s=100)
+    >>> outcome = in_store(FleetRun(machines=(home,), num_params=4e6, step_tokens=4096), num_outer_steps=50)
+    >>> round(outcome.goodput, 2), outcome.contributors
+    (1.0, 8.0)
+    """
+    fleet = _Fleet(run, seed)
+    for _ in range(num_outer_steps):
+        fleet.take_outer_step()
+    return fleet.outcome()
+
+
+class _Fleet:
+    """All replicas, between two outer steps.
+
+    Args:
+        run: the fleet and its settings.
+        seed: of failures, step times and polls.
+    """
+
+    def __init__(self, run: FleetRun, seed: int) -> None:
+        kinds, num_replicas, num_fragments = run.machines, run.num_replicas, run.num_fragments
+        self.run, self.random, self.now = run, np.random.default_rng(seed), 0.0
+        self.places = run.places
+        self.step_M = run.each([kind.mean_step_seconds for kind in kinds])
+        self.upload_M = run.each([8e-6 * run.fragment_bytes / kind.up_mbit_s for kind in kinds])
+        self.download_M = run.each([8e-6 * self._bytes_down() / kind.down_mbit_s for kind in kinds])
+        self.trip_M = run.each([2 * kind.latency_seconds for kind in kinds])
+        self.mean_up_M = run.each([3600 * kind.hours_between_failures for kind in kinds])
+        self.pause_M = run.each([kind.repair_seconds + run.join_seconds(kind) for kind in kinds])
+        self.notice_M = run.each([kind.notice_seconds for kind in kinds])
+        self.patience = run.sync_every if run.patience is None else run.patience
+        self.early_steps = max(1, run.sync_every // 4)
+        self.event_M = self._lives(self.mean_up_M)
+        """The time at which each replica fails, or at which it joins again if it is gone."""
+        self.since_M = np.zeros(num_replicas)
+        self.is_gone_M = np.zeros(num_replicas, dtype=bool)
+        self.has_left_M = np.zeros(num_replicas, dtype=bool)
+        self.last_outer_M = np.zeros(num_replicas, dtype=np.int64)
+        self.up_free_M, self.down_free_M = np.zeros(num_replicas), np.zeros(num_replicas)
+        # Of each fragment: the next send, the last one, the last one that was counted, and the payload that waits.
+        offsets_P = np.arange(num_fragments) * run.sync_every // num_fragments
+        self.first_P = np.where(offsets_P == 0, run.sync_every, offsets_P)
+        """Inner steps until the first send."""
+        self.due_PM = self.first_P[:, None] * self.step_M
+        self.sent_PM = np.zeros((num_fragments, num_replicas))
+        self.counted_PM = np.zeros((num_fragments, num_replicas))
+        self.waits_PM = np.full((num_fragments, num_replicas), np.inf)
+        """The time at which that was in the store; infinity where there is none."""
+        self.base_PM = np.zeros((num_fragments, num_replicas), dtype=np.int64)
+        self.rounds_P, self.decided_P = np.zeros(num_fragments, dtype=np.int64), np.zeros(num_fragments)
+        self.opens_P = np.zeros(num_fragments)
+        """A time at which the next round of each fragment opens, or one before that."""
+        self.num_outer = 0
+        self.counted_seconds_M, self.lost_seconds = np.zeros(num_replicas), 0.0
+        self.num_counted, self.sum_stale = 0, 0
+        self.gone_seconds_M = np.zeros(num_replicas)
+        self.delays, self.num_delays = list[Floats](), 0
+
+    def _bytes_down(self) -> float:
+        """Bytes that a replica reads for one payload of another."""
+        run = self.run
+        return run.fragment_bytes if run.shares == 1 else run.fragment_bytes / run.shares
+
+    def _lives(self, mean_M: Floats) -> Floats:
+        return self.random.exponential(1.0, len(mean_M)) * mean_M
+
+    def _opening(self, p: int) -> float:
+        """The time at which the next round's first payload is in the store, if nobody fails before."""
+        ready_M = np.maximum(self.due_PM[p], self.up_free_M) + (self.upload_M + self.trip_M)
+        ready_M[self.is_gone_M | np.isfinite(self.waits_PM[p])] = np.inf
+        opens = float(ready_M.min())
+        if math.isinf(opens):  # late payloads alone: one that waits decides when its patience is over
+            late_M = self.sent_PM[p] + (self.run.overlap_steps + self.patience) * self.step_M
+            opens = float(np.where(self.is_gone_M, np.inf, np.maximum(late_M, self.waits_PM[p])).min())
+        return max(opens, self.decided_P[p])
+
+    def take_outer_step(self) -> None:
+        """Decide and take the outer step of the fragment whose round opens next."""
+        while True:
+            p = int(self.opens_P.argmin())
+            opens = self._opening(p)
+            if opens > self.opens_P[p]:
+                self.opens_P[p] = opens
+            elif math.isinf(opens):  # nobody is there
+                self._pass_events(float(self.event_M.min()))
+                self.opens_P[:] = 0.0
+            elif not self._has_events(opens):
+                send_M, arrival_M = self._sends(p, opens)
+                if decision := self._decision(p, send_M, arrival_M):
+                    return self._count(p, send_M, arrival_M, *decision)
+                # A quorum that is not there: nobody decides until somebody comes.
+                self._pass_events(float(self.event_M.min()))
+                self.decided_P[p] = self.now
+
+    def _has_events(self, time: float) -> bool:
+        """Let replicas fail and join up to a time; True if any did."""
+        has_any = False
+        while self.event_M.min() <= time:
+            self._pass_events(time)
+            has_any = True
+        return has_any
+
+    def _pass_events(self, time: float) -> None:
+        """Let those replicas fail or join whose next event is due."""
+        self.now = max(self.now, time)
+        events = np.flatnonzero(self.event_M <= time)
+        is_joining = self.is_gone_M[events]
+        self._join(events[is_joining])
+        self._fail(events[~is_joining])
+
+    def _join(self, joins: Places) -> None:
+        since = self.event_M[joins]
+        self.is_gone_M[joins] = self.has_left_M[joins] = False
+        self.event_M[joins] = since + self._lives(self.mean_up_M[joins])
+        self.last_outer_M[joins] = self.num_outer
+        self.up_free_M[joins] = self.down_free_M[joins] = since
+        self.counted_PM[:, joins] = self.since_M[joins] = since
+        self.due_PM[:, joins] = since + self.first_P[:, None] * self.step_M[joins]
+        self.waits_PM[:, joins] = np.inf  # its join fences the replica that it was
+
+    def _fail(self, fails: Places) -> None:
+        until = self.event_M[fails]
+        has_notice = self.notice_M[fails] >= self.upload_M[fails] * self.run.num_fragments
+        unsent_seconds = (until - self.counted_PM[:, fails]).mean(axis=0)
+        lost = np.minimum(unsent_seconds, self.run.checkpoint_seconds * self.random.random(len(until)))
+        # The work of its checkpoint, or what it sends on notice, counts with a later payload of its.
+        self.counted_seconds_M[fails] += unsent_seconds - np.where(has_notice, 0.0, lost)
+        self.is_gone_M[fails], self.has_left_M[fails] = True, has_notice
+        self.event_M[fails] = until + self.pause_M[fails]
+        self.gone_seconds_M[fails] += self.pause_M[fails]
+
+    def _sends(self, p: int, opens: float) -> tuple[Floats, Floats]:
+        """The time of each replica's send, and that from which its payload is in the store; infinity for never."""
+        run, waits_M, step_M = self.run, self.waits_PM[p], self._step_seconds()
+        due_M = self.due_PM[p]
+        look_M = self.random.random(len(due_M))
+        seen_M = opens + look_M * run.longest_poll_seconds + self.trip_M
+        # It looks at the end of a step.
+        wait_M = np.floor(np.maximum(due_M - seen_M, 0.0) / step_M) * step_M
+        send_M = due_M - np.minimum(wait_M, (run.sync_every - self.early_steps) * step_M)
+        send_M = np.maximum(send_M, self.since_M + step_M)
+        arrival_M = np.maximum(send_M, self.up_free_M) + (self.upload_M + self.trip_M)
+        arrival_M += 1e-6 * look_M  # no two at once
+        is_waiting_M = np.isfinite(waits_M)
+        arrival_M[self.is_gone_M | (arrival_M > self.event_M)] = np.inf
+        return np.where(is_waiting_M, self.sent_PM[p], send_M), np.where(is_waiting_M, waits_M, arrival_M)
+
+    def _step_seconds(self) -> Floats:
+        """The mean step time of each replica until its next send."""
+        kinds = self.run.machines
+        if not any(kind.stragglers.step_variation for kind in kinds):
+            return self.step_M
+        sigma_M = self.run.each([kind.stragglers.step_variation for kind in kinds]) / self.run.sync_every**0.5
+        return self.step_M * np.maximum(0.1, 1 + sigma_M * self.random.standard_normal(len(sigma_M)))
+
+    def _decision(self, p: int, send_M: Floats, arrival_M: Floats) -> tuple[float, Mask] | None:
+        """The time of the decision, and the replicas that it counts; None if there can't be any yet."""
+        run, opens, is_here_M = self.run, self.opens_P[p], np.isfinite(arrival_M)
+        active_M = ~self.has_left_M & (self.last_outer_M >= last_recent(self.num_outer, run.num_fragments))
+        num_active = int(np.count_nonzero(active_M))
+        arrival_K, active_K = np.sort(arrival_M[is_here_M]), np.sort(arrival_M[is_here_M & active_M])
+        can_decide_M = is_here_M & ~self.is_gone_M
+        begin_M = np.where(np.isfinite(self.waits_PM[p]), opens, send_M)  # late ones wait for the new round
+        overlap_M = begin_M + run.overlap_steps * self.step_M
+        needs = [least_payloads(run.quorum, num_active, after_patience=late) for late in (False, True)]
+        best, last = math.inf, 0.0
+        for kind, place in zip(run.machines, self.places, strict=True):
+            can = can_decide_M[place]
+            if not can.any():
+                continue
+            here_K = self._downloads(kind, place, can, arrival_K)
+            after_overlap = float(overlap_M[place][can].min())
+            after_patience = after_overlap + self.patience * kind.mean_step_seconds
+            for after, least in zip((0.0, after_overlap, after_patience), (num_active, *needs), strict=True):
+                if 0 < least <= len(active_K):
+                    # The payloads of replicas that nobody waits for are read in their turn.
+                    place_of_last = np.searchsorted(arrival_K, active_K[least - 1])
+                    if (time := max(after, float(here_K[place_of_last]))) < best:
+                        best, last = time, float(arrival_K[np.searchsorted(here_K, time, side="right") - 1])
+        return (best, arrival_M <= last) if math.isfinite(best) else None
+
+    def _downloads(self, kind: Machines, place: slice, can: Mask, arrival_K: Floats) -> Floats:
+        """The time at which the first of these has k payloads: max over i ≤ k of arrival_i + (k − i) d."""
+        seconds = self.download_M[place.start]
+        queue_K = np.arange(len(arrival_K)) * seconds
+        here_K = np.maximum(np.maximum.accumulate(arrival_K - queue_K), self.down_free_M[place][can].min())
+        looks = self.run.longest_poll_seconds / 2 + 2 * kind.latency_seconds  # for the last of them
+        here_K += queue_K + looks
+        if self.run.shares > 1:  # its average is uploaded, and the others' are read
+            fragment_mbit = 8e-6 * self.run.fragment_bytes
+            here_K += (
+                fragment_mbit / self.run.shares / kind.up_mbit_s + fragment_mbit / kind.down_mbit_s + 2 * looks
+            )
+        return here_K
+
+    def _count(self, p: int, send_M: Floats, arrival_M: Floats, time: float, counted_M: Mask) -> None:
+        """Take the outer step: the counted ones begin anew, the others' payloads wait for the next round."""
+        run, known_M = self.run, time + _ROUND_TRIPS_TO_KNOW * self.trip_M
+        sent_M, waits_M, base_M = self.sent_PM[p], self.waits_PM[p], self.base_PM[p]
+        sends_M = np.isinf(waits_M) & np.isfinite(arrival_M) & (send_M <= known_M)
+        # Those whose downlink lags begin against an older round.
+        lag_M = np.maximum(self.down_free_M - send_M, 0.0)
+        behind_M = np.ceil(lag_M / max(time - self.decided_P[p], 1e-9))
+        np.copyto(base_M, self.rounds_P[p] - behind_M, where=sends_M, casting="unsafe")
+        np.copyto(self.up_free_M, arrival_M - self.trip_M, where=sends_M)
+        np.copyto(sent_M, send_M, where=sends_M)
+        np.copyto(self.due_PM[p], send_M + run.sync_every * self.step_M, where=sends_M)
+        np.copyto(waits_M, arrival_M, where=sends_M)
+
+        stale_M = self.rounds_P[p] - base_M
+        counted_M &= stale_M <= run.max_stale
+        num_counted = int(np.count_nonzero(counted_M))
+        self.num_counted += num_counted
+        self.sum_stale += int(stale_M.sum(where=counted_M))
+        self.num_outer += 1
+        self.rounds_P[p] += 1
+        self.counted_seconds_M += np.where(counted_M, (sent_M - self.counted_PM[p]) / run.num_fragments, 0.0)
+        np.copyto(self.counted_PM[p], sent_M, where=counted_M)
+        self.last_outer_M[counted_M] = self.num_outer
+        # One that came late sends with the others from now on.
+        np.copyto(self.due_PM[p], known_M + run.sync_every * self.step_M, where=counted_M & (stale_M > 0))
+        waits_M[counted_M | ((waits_M <= time) & (stale_M >= run.max_stale))] = np.inf
+        if self.num_delays < _MOST_SAMPLES:
+            fresh_M = counted_M & sends_M
+            looks = self.random.random(np.count_nonzero(fresh_M)) * run.poll_seconds
+            self.delays.append((known_M - send_M)[fresh_M] + looks)
+            self.num_delays += len(looks)
+        self.down_free_M = np.maximum(self.down_free_M, self.opens_P[p]) + (num_counted - 1) * self.download_M
+        self.decided_P[p], self.now = time, max(self.now, time)
+        self.opens_P[p] = time
+
+    def outcome(self) -> Outcome:
+        """The numbers of the outer steps so far."""
+        run, seconds = self.run, float(self.now)
+        possible = float((seconds / self.step_M).sum())
+        read = float(((seconds - np.minimum(self.gone_seconds_M, seconds)) / self.step_M).sum())
+        counted = float((self.counted_seconds_M / self.step_M).sum())
+        delays = np.concatenate(self.delays) if self.delays else np.array([math.nan])
+        prices_M = run.each([kind.dollars_per_hour for kind in run.machines])
+        traffic = exchange(
+            num_replicas=run.num_replicas,
+            num_payloads=self.num_counted,
+            num_steps=self.num_outer,
+            payload_bytes=run.fragment_bytes,
+            average_bytes=0 if run.shares == 1 else run.fragment_bytes,
+            num_shares=run.shares,
+        ) + polling(
+            run.num_replicas,
+            poll_seconds=run.poll_seconds,
+            seconds=seconds,
+            longest_seconds=run.longest_poll_seconds,
+            num_payloads=self.num_counted,
+        )
+        return Outcome(
+            method="store",
+            seconds=seconds,
+            goodput=counted / possible,
+            tokens_per_hour=counted * run.step_tokens * 3600 / seconds,
+            num_outer_steps=self.num_outer,
+            contributors=self.num_counted / self.num_outer,
+            staleness=self.sum_stale / max(1, self.num_counted),
+            decided_seconds=(float(np.median(delays)), float(np.percentile(delays, 99))),
+            lost=max(0.0, 1 - counted / read),
+            traffic=traffic,
+            machine_dollars=float((prices_M * (seconds - np.minimum(self.gone_seconds_M, seconds))).sum() / 3600),
+        )

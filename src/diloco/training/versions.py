@@ -1,0 +1,178 @@
+"""Publish a run's outer parameters as versions, beside its training.
+
+A version holds Θ with every fragment after its r-th outer step: a copy of Θ_p in bfloat16 is kept when that is
+taken, and once the last fragment has taken it a thread publishes them all. So a version is a function of the outer
+steps alone, whoever publishes it. The last version of a run is Θ at its end. With Data-Parallel a version holds
+the parameters after a step.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.engine.parameters import gathered
+from diloco.engine.streaming import StreamingDiLoCo
+from diloco.errors import DilocoError, UserError
+from diloco.outer.step import OuterStep
+from diloco.publishing.publisher import OvertakenError, Publisher
+from diloco.training.config.config import TrainConfig
+from diloco.training.records.export import files_of
+from diloco.training.state import TrainState
+from diloco.training.world import World
+
+_LOG = logging.getLogger("diloco")
+_DTYPE = torch.bfloat16
+_ROUNDS_AT_ONCE = 2
+"""Rounds of which some fragments are kept."""
+
+
+@dataclass
+class RunPublisher:
+    """Publishes the versions of a run, from one of its processes; the others of its replica help to gather them.
+
+    Args:
+        config: the run's.
+        world: of this process.
+        state: the replica's, which is new or was loaded.
+    """
+
+    config: TrainConfig
+    world: World
+    state: TrainState
+    _kept: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
+    """By round and fragment, Θ_p after it."""
+    _publisher: Publisher | None = None
+    _thread: threading.Thread | None = None
+    _skipped: list[str] = field(default_factory=list)
+    """The versions that were due while one was published."""
+    _failure: UserError | None = None
+    _has_published: bool = False
+    _has_warned: bool = False
+
+    def __post_init__(self) -> None:
+        """Open the place, and publish the initial parameters of a new run of a fixed group."""
+        timeout = self.config.timeout_seconds
+        if self.world.replica == 0 and self.world.rank == 0:  # with a rendezvous it is 0 in each
+            assert self.config.publish is not None, "the run is published"
+            self._publisher = Publisher(self.config.publish, dtype=_DTYPE, timeout_seconds=timeout)
+        if self.state.step == 0 and self.world.rendezvous is None:
+            names = list(self.state.sync.outer_parameters())
+            self._start(self._copied(names), step=0, facts={"round": 0})
+
+    def after(self, step: int, outer_steps: Sequence[OuterStep]) -> None:
+        """Keep what an inner step has changed, and publish what is whole; all processes of the replica call it.
+
+        Raises:
+            UserError: if the place of the versions is another's.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self.world.replica != 0:
+            return
+        every, sync = self.config.publish_every, self.state.sync
+        if not isinstance(sync, StreamingDiLoCo):
+            if step % every == 0 and not self.state.is_over:
+                self._start(self._copied(list(sync.outer_parameters())), step=step, facts={})
+            return
+        newest = {outer_step.sync.fragment: outer_step for outer_step in outer_steps}  # a joiner may take several
+        for p, outer_step in newest.items():
+            taken = outer_step.sync.round
+            if taken % every == 0:
+                self._keep(taken, p, sync)
+                if len(self._kept.get(taken, ())) == len(sync.settings.fragments):
+                    self._publish_round(taken, outer_step, sync)
+
+    def _keep(self, round: int, fragment: int, sync: StreamingDiLoCo) -> None:
+        self._kept.setdefault(round, {})[fragment] = self._copied(sync.settings.fragments[fragment].parameters)
+        for old in sorted(self._kept)[:-_ROUNDS_AT_ONCE]:
+            del self._kept[old]
+
+    def _publish_round(self, round: int, last: OuterStep, sync: StreamingDiLoCo) -> None:
+        """Publish a round; where replicas come and go, in the first of those that were in its last outer step."""
+        fragments = self._kept.pop(round)
+        for old in [kept for kept in self._kept if kept < round]:
+            del self._kept[old]
+        rendezvous = self.world.rendezvous
+        if rendezvous is not None and self._publisher is not None:
+            is_first = last.cohort is not None and last.cohort.members[0] == rendezvous.replica
+            if not is_first:
+                return
+        tensors = {name: tensor for part in fragments.values() for name, tensor in part.items()}
+        self._start(tensors, step=round * sync.settings.schedule.sync_every, facts={"round": round})
+
+    def _copied(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Copies of some of Θ's tensors, whole, on the host."""
+        parameters, copies = self.state.sync.outer_parameters(), dict[str, Tensor]()
+        for name in names:
+            whole = gathered(parameters[name])  # together with the other processes of the replica
+            if self._publisher is not None:
+                copies[name] = torch.empty(whole.shape, dtype=_DTYPE, device="cpu").copy_(whole.detach())
+        return copies
+
+    def _start(self, tensors: dict[str, Tensor], *, step: int, facts: dict[str, Any]) -> None:
+        """Publish in a thread, unless that publishes an earlier version yet."""
+        if self._publisher is None:
+            return
+        if self._thread is not None and self._thread.is_alive():
+            self._skipped.append(str(facts.get("round", step)))
+            return
+        arguments = (tensors, step, {"run": self.config.name, **facts})
+        self._thread = threading.Thread(target=self._publish, args=arguments, name="diloco publish", daemon=True)
+        self._thread.start()
+
+    def _publish(self, tensors: Mapping[str, Tensor], step: int, facts: dict[str, Any]) -> None:
+        assert self._publisher is not None, "this process publishes"
+        files = None if self._has_published else files_of(self.config)
+        if (rendezvous := self.world.rendezvous) is not None:
+            state = rendezvous.state
+            self._publisher.share_with([*state.allowed, *(member.key for member in state.members)])
+        named = {self.config.model.published_name(name): tensor for name, tensor in tensors.items()}
+        try:
+            version = self._publisher.publish(named, step=step, facts=facts, files=files)
+        except CancelledError:
+            pass  # the run ends
+        except OvertakenError as error:
+            _LOG.info("%s", error)
+        except DilocoError as error:
+            if isinstance(error, UserError) and not self._has_published:
+                self._failure = error
+            _LOG.warning("the parameters of step %d were not published: %s", step, error)
+        else:
+            self._has_published = True
+            line = f"version {version.number} of step {step} is published: {version.smallest.num_bytes:,} bytes"
+            skipped, self._skipped = self._skipped, []
+            if skipped:
+                unit = "round" if isinstance(self.state.sync, StreamingDiLoCo) else "step"
+                line += f"; {unit}s {', '.join(skipped)} came meanwhile and were skipped"
+            _LOG.log(logging.WARNING if skipped and not self._has_warned else logging.INFO, "%s", line)
+            self._has_warned = self._has_warned or bool(skipped)
+
+    def finish(self) -> None:
+        """Publish the outer parameters of the end, and wait for it.
+
+        Raises:
+            UserError: if the place of the versions is another's.
+        """
+        if self.world.replica != 0:
+            return
+        tensors = self._copied(list(self.state.sync.outer_parameters()))
+        if self._thread is not None:
+            self._thread.join()
+        rendezvous = self.world.rendezvous
+        if rendezvous is None or self.world.rank != 0 or rendezvous.is_closed:
+            self._start(tensors, step=self.state.step, facts={"final": True})
+        if self._thread is not None:
+            self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """End without another version; one that is being published is left."""
+        if self._publisher is not None:
+            self._publisher.close()

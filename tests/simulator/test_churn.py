@@ -1,0 +1,117 @@
+"""Fleets that come and go: against the log's own state machine event by event, and against closed forms."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.simulator.exact_fleet import ExactFleet
+
+from diloco.cli.main import main
+from diloco.errors import UserError
+from diloco.simulator.churn import in_store
+from diloco.simulator.fixed_members import WITH_MEMBERS, with_members
+from diloco.simulator.fleet import FleetRun, Machines, read_fleet
+
+HOME = Machines(name="home", count=6, step_seconds=1.0, up_mbit_s=20, down_mbit_s=200, latency_seconds=0.04)
+RUN = FleetRun(machines=(HOME,), num_params=4e7, step_tokens=1, sync_every=40, num_fragments=2, overlap_steps=20)
+FAST = replace(HOME, up_mbit_s=1e6, down_mbit_s=1e6, latency_seconds=0.0)
+
+
+def fleet(run: FleetRun = RUN, /, *, num_fragments: int = 2, **changes) -> FleetRun:
+    """The run with other machines."""
+    kinds = tuple(replace(kind, **changes) for kind in run.machines)
+    return replace(run, machines=kinds, num_fragments=num_fragments)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        RUN,
+        fleet(up_mbit_s=5),
+        fleet(latency_seconds=0.4, step_seconds=0.4, up_mbit_s=100),
+        replace(RUN, machines=(replace(HOME, count=3), replace(HOME, count=3, up_mbit_s=8))),
+    ],
+    ids=["plain", "slow uplinks", "far", "half of them slow"],
+)
+def test_outer_steps_are_those_of_the_logs_own_rules(run: FleetRun) -> None:
+    exact = ExactFleet(run, num_outer_steps=40)
+    outcome = in_store(run, num_outer_steps=40)
+    assert outcome.contributors == pytest.approx(exact.contributors, rel=0.06)
+    assert outcome.staleness == pytest.approx(np.mean(exact.stale), abs=0.08)
+    assert outcome.seconds == pytest.approx(exact.now, rel=0.05)
+    assert outcome.decided_seconds[0] == pytest.approx(np.median(exact.delays), rel=0.15)
+
+
+def test_late_replicas_and_the_others_do_not_take_turns() -> None:
+    # They begin at different times. If those that were late decided as soon as a majority is there, each half
+    # would leave out the other for ever: 9 of 16.
+    run = replace(RUN, machines=(replace(HOME, count=16),), overlap_steps=12)
+    exact = ExactFleet(run, num_outer_steps=50, spread=1.0, seed=1)
+    counts = [len(body.contributions) for body in exact.bodies]
+    assert counts[0] < 16 and np.mean(counts[20:]) > 13, counts
+
+
+def test_with_no_failures_and_endless_links_nothing_is_lost() -> None:
+    run = fleet(RUN, **{name: getattr(FAST, name) for name in ("up_mbit_s", "down_mbit_s", "latency_seconds")})
+    outcome = in_store(run, num_outer_steps=400)
+    assert outcome.goodput == pytest.approx(1, abs=0.01) and outcome.contributors == 6 and outcome.staleness == 0
+    assert all(with_members(run, m, seconds=1e5).goodput == pytest.approx(1, abs=1e-3) for m in WITH_MEMBERS)
+
+
+def test_failures_cost_the_time_of_repair_and_what_was_not_saved() -> None:
+    kind = replace(FAST, count=60, hours_between_failures=2, repair_seconds=600)
+    run = replace(RUN, machines=(kind,), checkpoint_seconds=1e-9)
+    outcome = in_store(run, num_outer_steps=4000)
+    availability = 7200 / (7200 + 600 + run.join_seconds(kind))
+    assert outcome.goodput == pytest.approx(availability, abs=0.01)
+    unsaved = in_store(replace(run, checkpoint_seconds=1e9), num_outer_steps=4000)
+    assert 0.0 < outcome.goodput - unsaved.goodput < 2 * 40 / 7200 + 0.01, "about half of H per failure"
+
+
+def test_fixed_members_stop_at_each_failure_as_a_renewal_process_does() -> None:
+    # One machine: cycles of an exponential time up, of which whole checkpoint intervals count, and a pause.
+    kind = replace(FAST, count=1, hours_between_failures=1, repair_seconds=900)
+    run = replace(RUN, machines=(kind,), checkpoint_seconds=600)
+    pause = 900 + 30 + run.join_seconds(kind)
+    kept = 600 / (math.exp(600 / 3600) - 1)  # E floor(X/c)·c
+    # The time in which it loads is counted from the exponential time up.
+    expected = math.exp(-(pause - 900) / 3600) * kept / (3600 + 900)
+    assert with_members(run, "fixed", seconds=4e7).goodput == pytest.approx(expected, rel=0.03)
+
+
+def test_a_quorum_that_is_never_there_ends_when_somebody_comes() -> None:
+    run = replace(fleet(count=3, hours_between_failures=0.5, repair_seconds=600), quorum=3)
+    outcome = in_store(run, num_outer_steps=200)
+    assert outcome.num_outer_steps == 200 and outcome.goodput < 0.8
+
+
+def test_stores_traffic_is_that_of_the_bill() -> None:
+    outcome = in_store(RUN, num_outer_steps=100)
+    assert outcome.traffic is not None and outcome.traffic.creates == 100 * 7
+    assert outcome.traffic.bytes_up == 600 * RUN.fragment_bytes
+
+
+def test_the_command_prints_a_row_per_method_and_names_what_is_wrong(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "fleet.toml"
+    text = (
+        "num_params = 1e7\nstep_tokens = 8\nsync_every = 40\n[[machines]]\nname = 'a'\ncount = 2\n"
+        "step_seconds = 1\nup_mbit_s = 20\ndown_mbit_s = 100\n"
+    )
+    path.write_text(text)
+    main(["simulate", "fleet", str(path), "--outer-steps", "20", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in rows] == ["store", *WITH_MEMBERS]
+    main(["simulate", "fleet", str(path), "--outer-steps", "20"])
+    assert "elastic-data-parallel" in capsys.readouterr().out
+    for wrong, message in {
+        "sync_every = 4\n": "overlap_steps=5 must be at least 0 and below sync_every=4",
+        "sync_evry = 40\n": "sync_evry",
+    }.items():
+        path.write_text(text.replace("sync_every = 40\n", wrong))
+        with pytest.raises(UserError, match=message):
+            read_fleet(path)
+    with pytest.raises(UserError, match="up_mbit_s of home must be above 0, not 0"):
+        replace(HOME, up_mbit_s=0)
