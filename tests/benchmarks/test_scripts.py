@@ -158,6 +158,13 @@ SMOKES = [
         r"two replicas, DiLoCo +[0-9.]+ +[1-9](.|\n)*fewer bytes than Data-Parallel",
         needs="trl",
     ),
+    Smoke(
+        "two_homes.py",
+        "--pretrain {train} {text} --output {out} --pretrain-steps 2 --steps 4 --seeds 0 --arms 1",
+        r"16 +0.008 +0 +[0-9.]+ +\+0.00 %",
+        (("two_homes.csv", 1),),
+        needs="trl",
+    ),
     Smoke("encryption.py", "--gbit-s 0 --megabytes 2 --rounds 2", r"\ngloo .*\nencrypted "),
     Smoke(
         "encryption.py",
