@@ -189,7 +189,7 @@ SMOKES = [
     ),
     Smoke(
         "start.py",
-        "--repeats 1 --flags --num-tokens 5120",
+        "--repeats 1 --flags --num-tokens 10240",
         r"diloco train tiny +[0-9.]+, [0-9.]+\nits first step +[0-9.]+\n",
     ),
     Smoke("elastic_join.py", f"length {JOIN} --entries 30,60 --copies 1", r"\| 30 \|.*\n.*\| 60 \|", again=True),
