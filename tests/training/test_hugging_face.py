@@ -45,7 +45,10 @@ IMPORTS = ("transformers.models.gpt2.modeling_gpt2", "peft", "torch.utils.tensor
 
 def train_all(folder: Path, calls: list[tuple]) -> None:
     for done in run_mains(calls, folder=folder, timeout_seconds=TIMEOUT_SECONDS, imports=IMPORTS):
-        assert not done.stderr, done.stderr
+        lines = [
+            line for line in done.stderr.splitlines() if "sync_every=5 inner steps are too frequent" not in line
+        ]
+        assert not lines, done.stderr
 
 
 def train_call(*flags: str) -> tuple:
