@@ -183,6 +183,8 @@ def test_the_models_own_tokenizer_is_the_default(tmp_path):
     assert with_hugging_face(recipe("tiny"), str(folder)).data.tokenizer == str(folder)
     parsed = _parsed(["tiny", "--model.hf", str(folder), "--data.tokenizer", "bytes", "--seed", "3"])[0].config
     assert parsed.data.tokenizer == "bytes" and parsed.seed == 3 and parsed.model == asked.model
+    prepared = _parsed(["tiny", "--model.hf", str(folder), "--data.prepared", "text"])[0].config.data
+    assert prepared.tokenizer == "bytes", "the text has been read by a tokenizer, wherever that lies here"
 
 
 def test_a_file_of_settings_names_a_model_too(tmp_path):
