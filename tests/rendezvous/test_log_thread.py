@@ -3,7 +3,9 @@
 import asyncio
 import dataclasses
 import json
+import threading
 import time
+from concurrent.futures import CancelledError
 
 import pytest
 import torch
@@ -11,8 +13,33 @@ from tests.engine.test_elastic import until
 from tests.rendezvous.replicas import P, Replica
 
 import diloco
-from diloco.rendezvous.log_thread import Delivery
+from diloco.rendezvous.log_thread import Background, Delivery
 from diloco.rendezvous.store import Store
+
+
+def test_a_thread_does_not_wait_for_a_loop_that_was_stopped():
+    async def work() -> None:
+        try:
+            await asyncio.sleep(100)
+        finally:
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+    background, errors = Background("test"), list[BaseException]()
+
+    def wait() -> None:
+        try:
+            background.wait(work(), 1e6, "store")
+        except CancelledError as error:
+            errors.append(error)
+
+    background.start()
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    time.sleep(0.05)
+    background.stop()
+    thread.join(5)
+    assert len(errors) == 1
 
 
 def test_no_snapshot_and_no_farewell_is_lost_while_an_outer_entry_is_written(tmp_path, monkeypatch):

@@ -146,6 +146,9 @@ class Background:
     def __init__(self, name: str) -> None:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._work: list[Future[Any]] = []
+        self._awaited = set[Future[Any]]()
+        """The futures that threads wait for."""
+        self._is_over = False
 
     def start(self) -> None:
         """Start the thread."""
@@ -172,12 +175,16 @@ class Background:
             ExchangeError: if there is no result within that time.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._awaited.add(future)
+        if self._is_over:
+            future.cancel()
         try:
             return future.result(seconds)
         except FutureTimeoutError:
             raise ExchangeError(f"{name} gave no answer within {seconds:g} s") from None
         finally:
             future.cancel()  # also where Ctrl-C ends the wait
+            self._awaited.discard(future)
 
     def stop(self) -> None:
         """Cancel all work and end the thread, bounded in time."""
@@ -193,10 +200,15 @@ class Background:
     def _serve(self) -> None:
         """Run the loop until `stop`, and close it."""
         self._loop.run_forever()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.call_soon(self._loop.stop)
-        self._loop.run_forever()
+        if tasks := asyncio.all_tasks(self._loop):
+            for task in tasks:
+                task.cancel()
+            ends = self._loop.create_task(asyncio.wait(tasks, timeout=1.0))
+            ends.add_done_callback(lambda _: self._loop.stop())
+            self._loop.run_forever()
+        self._is_over = True
+        for future in [*self._awaited]:  # of work that came too late, or needs longer to end
+            future.cancel()
         self._loop.close()
 
 
