@@ -57,7 +57,6 @@ def config(small_corpus, tmp_path_factory) -> TrainConfig:
         small_corpus,
         name="a",
         rendezvous=str(folder / "store"),
-        publish=str(folder / "place"),
         num_tokens=STEPS * 8 * 32,
         diloco=DilocoConfig(sync_every=6, layers_per_fragment=1, overlap_steps=2),
         checkpoint=CheckpointConfig(every_steps=2),
@@ -130,6 +129,7 @@ def come_and_go(config: TrainConfig) -> None:
 @pytest.fixture(scope="module")
 def eventful(config) -> TrainConfig:
     """The config of such a run, which is over."""
+    config = replace(config, publish=str(config.runs.parent / "place"))  # a place takes one run
     run_replicas(come_and_go, 5, config, joined=False, mortal=(2, 3))
     return config
 
