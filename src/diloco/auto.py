@@ -72,7 +72,7 @@ def warning_of_frequent(lr: float, momentum: float, sync_every: int) -> str | No
     return (
         f"outer steps every sync_every={sync_every} inner steps are too frequent for lr={lr:g} and "
         f"momentum={momentum:g}, which multiply what replicas learn by up to {gain:.3g}: in our runs the loss "
-        f"ended 2 to 80 % higher; set outer=sgd:lr=1, outer=auto, or sync_every={_LEAST_SYNC_EVERY} or more"
+        f"ended 2 to 80 % higher; set outer=sgd:lr=1, or sync_every={_LEAST_SYNC_EVERY} or more"
     )
 
 
