@@ -44,12 +44,16 @@ def _rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for num_replicas in arguments.replicas:
         for seed in arguments.seeds:
             gather, shares = _run(num_replicas, 1), _run(num_replicas, min(num_replicas, 1024))
-            for name, run in {"store gather": gather, "store shares": shares}.items():
-                outcome = in_store(run, num_outer_steps=arguments.outer_steps, seed=seed)
-                yield _row(name, num_replicas, seed, outcome)
-            for method in WITH_MEMBERS:  # a fixed group shares, too
-                outcome = with_members(shares, method, seconds=outcome.seconds, seed=seed)
-                yield _row(method, num_replicas, seed, outcome)
+            outcomes = {
+                "store gather": in_store(gather, num_outer_steps=arguments.outer_steps, seed=seed),
+                "store shares": in_store(shares, num_outer_steps=arguments.outer_steps, seed=seed),
+            }
+            seconds = outcomes["store shares"].seconds
+            # A fixed group shares, too.
+            outcomes |= {
+                method: with_members(shares, method, seconds=seconds, seed=seed) for method in WITH_MEMBERS
+            }
+            yield from (_row(name, num_replicas, seed, outcome) for name, outcome in outcomes.items())
 
 
 def _run(num_replicas: int, shares: int) -> FleetRun:

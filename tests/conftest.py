@@ -27,6 +27,7 @@ from tests.memory import backgrounds
 from tests.processes import SAMPLES
 from tests.servers import azurite as azurite
 from tests.servers import directory as directory
+from tests.servers import hugging_face as hugging_face
 from tests.servers import moto as moto
 from tests.servers import seaweedfs as seaweedfs
 from tests.servers import server as server

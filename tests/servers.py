@@ -27,6 +27,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from tests.hugging_face import ACCESS_KEY, BUCKET, NAMESPACE, running_hugging_face
 from tests.ports import free_port
 
 # Nothing of diloco or torch is imported with this file: conftest.py has yet to change how that is done.
@@ -148,7 +149,19 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield Server(name="azurite", url="az://runs", environment=environment, port=port)
 
 
-@pytest.fixture(params=["directory", "seaweedfs", "moto", "azurite"])
+@pytest.fixture(scope="session")
+def hugging_face() -> Iterator[Server]:
+    """A bucket of Hugging Face, by its S3 gateway; the environment of another store is there, too."""
+    with running_hugging_face() as endpoint:
+        environment = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": "secret"}
+        others = {"AWS_REGION": "auto", "AWS_ENDPOINT_URL": "https://another.example"}
+        url = f"hf://buckets/{NAMESPACE}/{BUCKET}"
+        yield Server(
+            name="hugging_face", url=url, environment={**environment, **others, "HF_S3_ENDPOINT": endpoint}
+        )
+
+
+@pytest.fixture(params=["directory", "seaweedfs", "moto", "azurite", "hugging_face"])
 def server(request: pytest.FixtureRequest, use_environment: Callable[[Mapping[str, str]], None]) -> Server:
     """Each store in turn, with its environment set in this process."""
     server: Server = request.getfixturevalue(request.param)
@@ -162,7 +175,7 @@ def use_environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, s
 
     def use(variables: Mapping[str, str]) -> None:
         for name in list(os.environ):
-            if name.startswith(("AWS_", "AZURE_", "AZURITE_", "GOOGLE_", "SSL_CERT_")):
+            if name.startswith(("AWS_", "AZURE_", "AZURITE_", "GOOGLE_", "HF_S3_", "SSL_CERT_")):
                 monkeypatch.delenv(name)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)

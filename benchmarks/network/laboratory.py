@@ -106,8 +106,7 @@ class Laboratory:
             if latency_seconds or loss:
                 raise ValueError("latency and loss need an emulator: this kernel's tc has no netem")
             for replica in range(self.num_replicas):
-                _limit(self.namespace(replica), self.interface, gbit_s)
-                _limit(self._hub, f"port{replica}", gbit_s)
+                self.set_link(replica, up_gbit_s=gbit_s, down_gbit_s=gbit_s)
             self._choose_congestion_control()
             return
         self._stop_emulator()
@@ -121,6 +120,12 @@ class Laboratory:
                 raise RuntimeError(f"{self._emulator} did not bring its interfaces up")
             time.sleep(0.05)
         self._choose_congestion_control()
+
+    def set_link(self, replica: int, *, up_gbit_s: float, down_gbit_s: float) -> None:
+        """Give one replica's link, without an emulator, a bandwidth for each way."""
+        assert self._binary is None, "an emulator's links are all alike"
+        _limit(self.namespace(replica), self.interface, up_gbit_s)
+        _limit(self._hub, f"port{replica}", down_gbit_s)
 
     def _choose_congestion_control(self) -> None:
         for replica in range(self.num_replicas if self._congestion_control is not None else 0):

@@ -158,6 +158,13 @@ SMOKES = [
         r"two replicas, DiLoCo +[0-9.]+ +[1-9](.|\n)*fewer bytes than Data-Parallel",
         needs="trl",
     ),
+    Smoke(
+        "two_homes.py",
+        "--pretrain {train} {text} --output {out} --pretrain-steps 2 --steps 4 --seeds 0 --arms 1",
+        r"16 +0.008 +0 +[0-9.]+ +\+0.00 %",
+        (("two_homes.csv", 1),),
+        needs="trl",
+    ),
     Smoke("encryption.py", "--gbit-s 0 --megabytes 2 --rounds 2", r"\ngloo .*\nencrypted "),
     Smoke(
         "encryption.py",
@@ -182,7 +189,7 @@ SMOKES = [
     ),
     Smoke(
         "start.py",
-        "--repeats 1 --flags --num-tokens 5120",
+        "--repeats 1 --flags --num-tokens 10240",
         r"diloco train tiny +[0-9.]+, [0-9.]+\nits first step +[0-9.]+\n",
     ),
     Smoke("elastic_join.py", f"length {JOIN} --entries 30,60 --copies 1", r"\| 30 \|.*\n.*\| 60 \|", again=True),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.models.gpt2 import write_config, write_model
 
+from diloco.errors import UserError
 from diloco.evaluation.likelihoods import likelihoods
 from diloco.fragments import strided
 from diloco.models.hugging_face_config import hugging_face_model
@@ -132,6 +133,39 @@ def test_adapters_begin_as_the_model_and_are_all_that_is_trained(folder):
     assert not torch.equal(one.state_dict()[drawn], other.state_dict()[drawn])
     one(TOKENS).sum().backward()
     assert [name for name, parameter in one.named_parameters() if parameter.grad is not None] == trained
+
+
+def test_weights_of_four_bits_get_adapters_and_are_widened_where_those_are_merged(tmp_path):
+    for package in ("peft", "bitsandbytes"):
+        pytest.importorskip(package)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=257, **sizes))
+    model.save_pretrained(tmp_path / "whole")
+    settings = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    load(tmp_path / "whole", quantization_config=settings).save_pretrained(tmp_path / "small")
+    config = hugging_face_model(str(tmp_path / "small"), lora="rank=2")
+    adapted = config.initial(seed=0)
+    for value in adapted.state_dict().values():
+        torch.nn.init.normal_(value, std=0.2)
+    gradients = []
+    for _ in range(2):
+        adapted.zero_grad()
+        adapted(TOKENS).logsumexp(-1).sum().backward()
+        gradients.append([value.grad for value in adapted.parameters() if value.requires_grad])
+        with torch.no_grad():
+            adapted(TOKENS)
+    assert all(map(torch.equal, *gradients)), "an evaluation changes nothing"
+    config.export(adapted, tmp_path / "merged", context=20, bos_id=256, merged=True)
+    merged = load(tmp_path / "merged")
+    with torch.no_grad():
+        expected, whole = adapted(TOKENS), model(TOKENS).logits
+        error = (merged(input_ids=TOKENS).logits - expected).norm()
+    assert error < 0.02 * (expected - whole).norm()
+    assert {value.dtype for value in merged.parameters()} == {torch.float32}
+    assert sum(value.numel() for value in adapted.state_dict().values()) == config.num_trained_params
+    with pytest.raises(UserError, match=r"keeps .*absmax in a buffer, .*: take adapters, with model.lora"):
+        hugging_face_model(str(tmp_path / "small")).initial(seed=0)
 
 
 def test_on_meta_the_weights_are_not_read(folder):

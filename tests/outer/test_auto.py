@@ -101,6 +101,8 @@ def test_a_config_keeps_auto_and_is_resolved_by_its_length():
         lr, momentum = chosen(6 * factor, 2, 10, 0.5)
         assert longer.diloco.outer_rule == f"nesterov:lr={lr},momentum={momentum}"
         assert with_method_values(longer) == longer
+        in_store = replace(asked, num_tokens=longer.num_tokens, rendezvous="store")
+        assert with_method_values(in_store).diloco == longer.diloco, "by those who must join before the start"
     assert with_method_values(replace(asked, method="data_parallel")).diloco.outer == "auto"
     for merge in ("mix:alpha=0.25", "mix", "overwrite"):
         diloco = replace(asked.diloco, merge=merge, mixing=0.25 if merge == "mix" else None)

@@ -46,6 +46,13 @@ s3://bucket/run KEYS AWS_ENDPOINT_URL=https://host:port => is no URL of an endpo
 s3://bucket/run KEYS AWS_ENDPOINT_URL=http://127.0.0.1:5599/bucket/ => bucket: leave .*_URL=http://127.0.0.1:5599$
 gs://bucket/run GOOGLE_BASE_URL=host:1                  => ^GOOGLE_BASE_URL=host:1 does not begin with https://
 s3://bucket/run KEYS SSL_CERT_FILE=/none.pem            => SSL_CERT_FILE=/none.pem can't be read: No such
+hf:/buckets/me/runs KEYS                                => a bucket's URL has two slashes: hf://buckets/NAMESPACE
+hf://me/runs KEYS                                       => ^hf://me/runs: .* of a bucket is hf://buckets/NAMESPACE/
+hf://buckets/me KEYS                                    => of a bucket is hf://buckets/NAMESPACE/BUCKET/prefix$
+hf://buckets/me//run KEYS                               => of a bucket is hf://buckets/NAMESPACE/BUCKET/prefix$
+hf://buckets/me/runs/run KEYS HF_S3_ENDPOINT=host       => ^HF_S3_ENDPOINT=host does not begin with https://
+hf://buckets/me/runs/run KEYS HF_S3_ENDPOINT=https://s3.hf.co/me => already names .*: HF_S3_ENDPOINT=https://s3.hf.co$
+hf://buckets/me/runs/run AWS_ACCESS_KEY_ID=HFAK1        => half of them: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACC
 /none/run                                               => ^/none does not exist
 FILE                                                    => is a file: give a directory
 """

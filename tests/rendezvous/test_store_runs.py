@@ -1,4 +1,5 @@
-"""Runs of two replicas in real servers: with rights to a prefix and by TLS, in Azure's, and on a bad network."""
+"""Runs of two replicas in real servers: with rights to a prefix and by TLS, in Azure's, and on a bad network; and
+in a server that does what Hugging Face says of its buckets."""
 
 from collections.abc import Callable, Mapping
 
@@ -26,9 +27,11 @@ def test_with_rights_to_a_prefix_alone_and_by_tls(seaweedfs: Server, use_environ
     train(seaweedfs.new_url().replace("s3://runs/", "s3://runs/inside/"))
 
 
-def test_in_azure(azurite: Server, use_environment: UseEnvironment) -> None:
-    use_environment(azurite.environment)
-    train(azurite.new_url())
+@pytest.mark.parametrize("name", ["azurite", "hugging_face"])
+def test_in_another_protocol(name: str, request: pytest.FixtureRequest, use_environment: UseEnvironment) -> None:
+    server: Server = request.getfixturevalue(name)
+    use_environment(server.environment)
+    train(server.new_url())
 
 
 @pytest.mark.usefixtures("short_pauses")

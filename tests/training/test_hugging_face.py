@@ -45,7 +45,10 @@ IMPORTS = ("transformers.models.gpt2.modeling_gpt2", "peft", "torch.utils.tensor
 
 def train_all(folder: Path, calls: list[tuple]) -> None:
     for done in run_mains(calls, folder=folder, timeout_seconds=TIMEOUT_SECONDS, imports=IMPORTS):
-        assert not done.stderr, done.stderr
+        lines = [
+            line for line in done.stderr.splitlines() if "sync_every=5 inner steps are too frequent" not in line
+        ]
+        assert not lines, done.stderr
 
 
 def train_call(*flags: str) -> tuple:
@@ -183,6 +186,8 @@ def test_the_models_own_tokenizer_is_the_default(tmp_path):
     assert with_hugging_face(recipe("tiny"), str(folder)).data.tokenizer == str(folder)
     parsed = _parsed(["tiny", "--model.hf", str(folder), "--data.tokenizer", "bytes", "--seed", "3"])[0].config
     assert parsed.data.tokenizer == "bytes" and parsed.seed == 3 and parsed.model == asked.model
+    prepared = _parsed(["tiny", "--model.hf", str(folder), "--data.prepared", "text"])[0].config.data
+    assert prepared.tokenizer == "bytes", "the text has been read by a tokenizer, wherever that lies here"
 
 
 def test_a_file_of_settings_names_a_model_too(tmp_path):

@@ -233,6 +233,7 @@ def test_a_run_goes_on_with_another_number_of_processes(folder, streaming, field
 def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch, steps_ahead):
     """One step ahead, as on a GPU, the host sees the same steps in the same order."""
     monkeypatch.setattr("diloco.training.loop._Run.steps_ahead", steps_ahead)
+    monkeypatch.setattr("diloco.training.records.samples._SECONDS", 600.0)  # a busy machine writes slowly
     unresolved = replace(recipe("tiny"), name=f"alone-{steps_ahead}", runs=folder / "runs", num_replicas=1)
     evaluation, checkpoint = EvaluationConfig(every_steps=6, num_tokens=512), CheckpointConfig(every_steps=8)
     unresolved = replace(unresolved, num_tokens=24 * 8 * 64, evaluation=evaluation, checkpoint=checkpoint)

@@ -58,7 +58,7 @@ MISTAKES = {
         "diloco.outer=auto chooses lr and momentum, and auto:momentum=0.5 gives them: leave one out",
     ),
     "chosen for nobody knows how many": (
-        {"rendezvous": "store", "name": "a", **diloco(outer="auto")},
+        {"rendezvous": "store", "name": "a", "num_replicas": 1, **diloco(outer="auto")},
         "diloco.outer=auto chooses by the number of replicas, which no replica knows where they come and go",
     ),
     "no outer step": (

@@ -46,7 +46,7 @@ def publisher_of(engine: diloco.StreamingDiLoCo, place: Path, *, every: int = 1)
     config = SimpleNamespace(publish=str(place), publish_every=every, timeout_seconds=10, name="run")
     config.model = SimpleNamespace(published_name=lambda name: name)
     world = SimpleNamespace(rendezvous=None, replica=0, rank=0)
-    return RunPublisher(config, world, _State(engine))  # pyright: ignore[reportArgumentType]
+    return RunPublisher(config, world, _State(engine))
 
 
 @pytest.mark.parametrize("overlap, every", [(0, 1), (4, 1), (4, 2)])

@@ -1,4 +1,4 @@
-"""What the checker knows of transformers: from its own front door it would read all of its models, for 15 seconds."""
+"""What the checker knows of transformers: from its own front door it would read all models, for 15 seconds."""
 
 from typing import Any
 

@@ -21,6 +21,7 @@ from diloco.report.terminal.screen import Screen
 from diloco.report.terminal.watching import section_view
 from diloco.training.records.runs import CONFIG_FILE
 from diloco.training.records.store_runs import initial_parameters
+from diloco.units import rate
 
 HELP = "the store of replicas that come and go: diloco store check | status | verify URL"
 ORDER = 12
@@ -35,7 +36,7 @@ def _check(url: tyro.conf.Positional[str], racers: int = 4, rounds: int = 50, js
     """Race for names with several clients, and time requests; ends with 1 if no run can trust the store.
 
     Args:
-        url: Directory, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix.
+        url: Directory, s3://bucket/prefix, gs://…, az://… or hf://buckets/….
         racers: Clients that create the same name at once.
         rounds: Races, one after another.
         json: Print JSON.
@@ -52,9 +53,8 @@ def _print(checked: StoreCheck) -> None:
     print(f"{checked.url}: each of {checked.num_races} races of {checked.num_racers} had one winner")
     for name, (median, largest) in (("create", checked.create_seconds), ("get", checked.get_seconds)):
         print(f"{name} of 1 kB: median {1e3 * median:.1f} ms, largest {1e3 * largest:.1f} ms")
-    print(
-        f"one object of 16 MiB: {checked.up_bytes_s / 1e6:.0f} MB/s up, {checked.down_bytes_s / 1e6:.0f} MB/s down"
-    )
+    up, down = (rate(8e-9 * bytes_s) for bytes_s in (checked.up_bytes_s, checked.down_bytes_s))
+    print(f"one object of 16 MiB: {up} up, {down} down")
     if checked.trouble:
         print(f"{checked.trouble}: old payloads can't be retired")
 

@@ -90,7 +90,9 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
         if "rendezvous" in words:  # each command starts one replica
             config = replace(config, num_replicas=1)
     if (hf or lora) and resume is None:
-        config = with_hugging_face(config, hf, lora=lora)
+        # A text that is prepared has its tokenizer, wherever the model's lies here.
+        is_prepared = any(field_of(flag.partition("=")[0]) == "data.prepared" for flag in flags)
+        config = (with_model_at if is_prepared else with_hugging_face)(config, hf, lora=lora)
     if "rendezvous" in words:
         config = replace(config, rendezvous=words["rendezvous"])
     command = Command(config=config, resume=resume)

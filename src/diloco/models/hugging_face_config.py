@@ -161,7 +161,7 @@ class HuggingFaceConfig(ModelConfig):
                 inner.save_pretrained(directory, save_embedding_layers=False)
                 sentence = f"The adapters belong to the model `{self.hf}`, which peft reads from there."
             else:
-                inner = inner.merge_and_unload() if merged else inner
+                inner = _merged(self, self.lora, inner) if merged and self.lora else inner
                 for one in filter(None, (inner.config, getattr(inner, "generation_config", None))):
                     one.bos_token_id = one.eos_token_id = bos_id
                 inner.save_pretrained(directory)
@@ -170,6 +170,24 @@ class HuggingFaceConfig(ModelConfig):
             for path in directory.glob("*.safetensors"):
                 path.chmod(mode)  # the library makes files that nobody else may read
         return sentence
+
+
+def _merged(config: HuggingFaceConfig, lora: str, adapted: Any) -> Any:
+    """The model with its adapters added to the weights; weights of 4 bits are widened to FP32 first."""
+    values = json.loads(config.architecture)
+    if values.pop("quantization_config", None) is None:
+        return adapted.merge_and_unload()
+    import torch
+
+    with torch.device("meta"):  # the library does not save a model that it has widened itself
+        plain: Any = _drawn(replace(config, architecture=json.dumps(values)))
+    widened: Any = _read(config)
+    plain.load_state_dict(widened.dequantize().float().state_dict(), assign=True)
+    plain.tie_weights()
+    plain = _with_adapters(plain, lora)
+    trained = {name: value for name, value in adapted.named_parameters() if value.requires_grad}
+    plain.load_state_dict(trained, strict=False)
+    return plain.merge_and_unload()
 
 
 @cache
@@ -222,6 +240,9 @@ def _read(config: HuggingFaceConfig) -> "nn.Module":
         )
     if config.lora is None:
         _refuse_buffers(config, model)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # an evaluation would repack weights, and end all gradients
     return model
 
 

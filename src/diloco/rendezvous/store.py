@@ -1,4 +1,4 @@
-"""A store: named objects that are written once, in a directory or in a bucket of S3, GCS or Azure.
+"""A store: named objects that are written once, in a directory, or in a bucket of S3, GCS, Azure or Hugging Face.
 
 Trouble that passes is retried here, with jitter, so that nobody else needs to. A request whose answer was lost may
 have been carried out, and a store that says "it exists" may mean a write in progress: after either, the object is
@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -27,14 +28,14 @@ from urllib.parse import SplitResult, unquote, urlsplit
 import obstore
 import obstore.exceptions as obstore_errors
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
-from obstore.store import LocalStore, from_url
+from obstore.store import LocalStore, S3Store, from_url
 
 from diloco.errors import DilocoError, UserError
 from diloco.files import create, expanded, make_directory, os_error
 from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview | obstore.Bytes"
 T = TypeVar("T")
@@ -62,6 +63,7 @@ CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL and AWS_REGION if the store is not AWS",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    "hf": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY to the S3 credentials of a Hugging Face token",
 }
 """The environment variables of each kind of store."""
 
@@ -208,8 +210,16 @@ _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURITE_BLOB_STORAGE_URL"),
+    "hf": ("HF_S3_ENDPOINT",),
 }
-_ALLOW_HTTP = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
+_ALLOW_HTTP = {
+    "s3": "AWS_ALLOW_HTTP",
+    "gs": "GOOGLE_ALLOW_HTTP",
+    "az": "AZURE_ALLOW_HTTP",
+    "hf": "AWS_ALLOW_HTTP",
+}
+_HUGGING_FACE = "https://s3.hf.co"
+"""The S3 gateway of Hugging Face: https://huggingface.co/docs/hub/storage-buckets-s3."""
 _BUCKET_IN_ENDPOINT = "AWS_VIRTUAL_HOSTED_STYLE_REQUEST"
 """The variable with which the endpoint of S3 has to name the bucket."""
 _CERTIFICATES = ("SSL_CERT_FILE", "AWS_CA_BUNDLE")
@@ -232,7 +242,7 @@ def client_of(url: str) -> "tuple[str, ObjectStore]":
             raise UserError(f"{url}: a directory's URL has three slashes, file:///directory", "url")
         return _directory(unquote(parts.path) if parts.scheme == "file" and "://" in url else url)
     if parts.scheme not in CREDENTIALS:
-        raise UserError(f"{url}: give a directory, or s3://bucket/prefix, gs://… or az://…", "url")
+        raise UserError(f"{url}: give a directory, or s3://bucket/prefix, gs://…, az://… or hf://buckets/…", "url")
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise UserError(
             f"{parts.scheme}://…: give no credentials or options in the URL: set {CREDENTIALS[parts.scheme]}",
@@ -241,10 +251,13 @@ def client_of(url: str) -> "tuple[str, ObjectStore]":
     if not parts.netloc:
         raise UserError(f"{url}: the bucket's name is missing: {parts.scheme}://bucket/prefix", "url")
     url = url.rstrip("/")
-    options = _client_options(parts.scheme, parts.netloc, os.environ)
+    bucket, client = parts.netloc, partial(from_url, url)
+    if parts.scheme == "hf":
+        bucket, client = _of_hugging_face(url, os.environ)
+    options = _client_options(parts.scheme, bucket, os.environ)
     retries: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
     try:
-        return url, from_url(url, client_options=options, retry_config=retries)
+        return url, client(client_options=options, retry_config=retries)
     except (BaseError, ValueError, OSError) as error:
         if any(name in str(error) for name in ("MissingAccount", "MissingAccessKeyId", "MissingSecretAccessKey")):
             needed = CREDENTIALS[parts.scheme]
@@ -252,11 +265,30 @@ def client_of(url: str) -> "tuple[str, ObjectStore]":
         raise UserError(f"{url}: {first_line(error)}", "url") from None
 
 
+def _of_hugging_face(url: str, environment: Mapping[str, str]) -> "tuple[str, Callable[..., ObjectStore]]":
+    """The namespace, which ends the endpoint's path, and a function that makes the client of Hugging Face's S3.
+
+    The endpoint and the region stand above those of the environment, which may be another store's.
+    """
+    match = re.fullmatch(r"hf://buckets/([^/]+)/([^/]+)((?:/[^/]+)*)", url)
+    if match is None:
+        raise UserError(f"{url}: the URL of a bucket is hf://buckets/NAMESPACE/BUCKET/prefix", "url")
+    namespace, bucket, prefix = match.groups()
+    endpoint = environment.get("HF_S3_ENDPOINT") or _HUGGING_FACE
+    config: S3Config = {
+        "endpoint": f"{endpoint.rstrip('/')}/{namespace}",
+        "region": "us-east-1",
+        "virtual_hosted_style_request": False,
+    }
+    return namespace, partial(S3Store.from_url, f"s3://{bucket}{prefix}", config=config)
+
+
 def _directory(path: str) -> "tuple[str, ObjectStore]":
     if not path or "\0" in path:
         raise UserError("give the directory, or the URL, of the store", "url")
     if scheme := re.match(f"({'|'.join(CREDENTIALS)}):/?(?!/)", path):
-        raise UserError(f"{path}: a bucket's URL has two slashes: {scheme[1]}://bucket/prefix", "url")
+        bucket = "buckets/NAMESPACE/BUCKET" if scheme[1] == "hf" else "bucket"
+        raise UserError(f"{path}: a bucket's URL has two slashes: {scheme[1]}://{bucket}/prefix", "url")
     refuse_host(path)
     directory = expanded(path).absolute()
     if directory.exists() and not directory.is_dir():
@@ -295,7 +327,7 @@ def _client_options(scheme: str, bucket: str, environment: Mapping[str, str]) ->
         if parts.path.strip("/") == bucket and not may_name_it:
             bare = parts._replace(path="", query="", fragment="").geturl()
             raise UserError(
-                f"the endpoint {variable}={endpoint} already names the bucket {bucket}: leave it out of the "
+                f"the endpoint {variable}={endpoint} already names {bucket}: leave it out of the "
                 f"endpoint: {variable}={bare}"
             )
     if endpoint.lower().startswith("http://"):
@@ -383,11 +415,13 @@ class Store:
 
     @classmethod
     def open(cls, url: str, *, timeout_seconds: float = 30.0) -> "Store":
-        """A store by its URL: a path, file:///path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix.
+        """A store by its URL: a path, or a bucket's.
 
-        Credentials, endpoint and region are those of the ordinary environment variables (AWS_ACCESS_KEY_ID,
-        AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION, AZURE_*, GOOGLE_*); SSL_CERT_FILE or AWS_CA_BUNDLE
-        names the certificate of a private authority. No request is made.
+        These are file:///path, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix and
+        hf://buckets/namespace/bucket/prefix. Credentials, endpoint and region are those of the ordinary
+        environment variables (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION, AZURE_*,
+        GOOGLE_*), of which hf:// takes the two keys alone; SSL_CERT_FILE or AWS_CA_BUNDLE names the certificate of
+        a private authority. No request is made.
 
         Args:
             url: of the store.

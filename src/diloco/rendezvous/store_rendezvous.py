@@ -41,8 +41,8 @@ class StoreRendezvous:
     builds one, and the first alone joins with it.
 
     Args:
-        url: a path, file:///path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix, with the
-            ordinary environment variables for credentials and endpoint.
+        url: a path, file:///path, s3://bucket/prefix, gs://…, az://… or hf://buckets/…, with the ordinary
+            environment variables for credentials and endpoint.
         name: this replica's; a later process of the same name takes the place of an earlier one. None is the
             host's name and random letters.
         quorum: "majority": a decision waits for all active replicas until t + τ, then for the majority until

@@ -351,9 +351,9 @@ class TrainConfig:
     """M, how many replicas train; they are local processes, or under torchrun those of its world. With a
     rendezvous a command starts one replica, and M, by default 1, must have joined before the first step."""
     rendezvous: str | None = field(default=None, metadata=trait(own_to_a_replica=True, may_change_on_resume=True))
-    """Directory or bucket in which replicas that come and go meet: a path, s3://bucket/prefix, gs://… or az://….
-    The first command creates the run there, and others join it at any time, each as one replica under its name: by
-    this, `name` and the text alone, without a recipe, they take the run's settings."""
+    """Directory or bucket in which replicas that come and go meet: a path, s3://bucket/prefix, gs://…, az://… or
+    hf://…. The first command creates the run there, and others join it at any time, each as one replica under its
+    name: by this, `name` and the text alone, without a recipe, they take the run's settings."""
     replica_batch: int | None = field(
         default=None, metadata=trait(own_to_a_replica=True, may_change_on_resume=True)
     )

@@ -200,8 +200,11 @@ def with_method_values(config: TrainConfig) -> TrainConfig:
             f"diloco.outer=auto chooses lr and momentum, and {diloco.outer_rule} gives them: leave one out",
             *("diloco.outer", "diloco.outer_learning_rate", "diloco.outer_momentum"),
         )
-    if config.rendezvous is not None:
-        raise UserError(NO_AUTO_IN_A_STORE.format("diloco.outer"), "diloco.outer", "rendezvous")
+    if config.rendezvous is not None and config.num_replicas == 1:
+        raise UserError(
+            f"{NO_AUTO_IN_A_STORE.format('diloco.outer')}, or num_replicas, how many must join before the start",
+            *("diloco.outer", "num_replicas", "rendezvous"),
+        )
     lr, momentum = chosen(*auto_facts(config))
     return replace(config, diloco=replace(diloco, outer=f"nesterov:lr={lr},momentum={momentum}"))
 

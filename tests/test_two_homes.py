@@ -1,0 +1,202 @@
+"""The commands of the page on two homes, typed in two network namespaces: 50 Mbit/s down, 10 up, and 30 ms."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from string import Template
+
+import pytest
+from benchmarks.network.laboratory import Laboratory
+from tests.benchmarks.test_laboratory import can_make_namespaces
+from tests.running import ROOT
+from tests.servers import running_seaweedfs
+from tests.test_tutorial import commands
+
+from diloco.data.tokenizers import train_bpe
+from diloco.errors import UserError
+from diloco.rendezvous.status import Look
+
+pytestmark = pytest.mark.slow
+PAGE = (ROOT / "docs" / "tutorial" / "two-homes.md").read_text()
+DIARY = "Dear diary, today was a day like all others, and yet I wonder what tomorrow will bring. "
+SHORTER = " --num-tokens 150k --sequence-length 64 --micro-batch 4 --optimizer.learning-rate 4e-3"
+"""Flags with which a tiny model is fine-tuned in seconds."""
+PORT, ROUND_TRIP_SECONDS = 8333, 0.03
+RELAY = """
+import asyncio, sys
+address, port, path, delay = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
+async def pass_on(reader, writer):
+    clock, arrived = asyncio.get_running_loop().time, asyncio.Queue()
+    async def deliver():
+        while (chunk := await arrived.get())[1]:
+            await asyncio.sleep(chunk[0] + delay - clock())
+            writer.write(chunk[1])
+            await writer.drain()
+        writer.close()
+    delivering = asyncio.ensure_future(deliver())
+    while chunk := await reader.read(1 << 16):
+        arrived.put_nowait((clock(), chunk))
+    arrived.put_nowait((0, b""))
+    await delivering
+async def serve(reader, writer):
+    to_store = await asyncio.open_unix_connection(path)
+    await asyncio.gather(pass_on(reader, to_store[1]), pass_on(to_store[0], writer), return_exceptions=True)
+async def main():
+    async with await asyncio.start_server(serve, address, port) as server:
+        print("serving", flush=True)
+        await server.serve_forever()
+asyncio.run(main())
+"""
+"""A relay from the network to the store's socket, which keeps every byte for half of the round trip, each way."""
+SHELL = """
+import importlib, json, os, sys
+for module in ("transformers.models.llama.modeling_llama", "peft", "diloco.training.loop"):
+    importlib.import_module(module)
+from tests.test_tutorial import call
+for line in sys.stdin:
+    command, path = json.loads(line)
+    if (pid := os.fork()) == 0:
+        os.setsid()
+        output, code = os.open(path, os.O_WRONLY | os.O_CREAT), 1
+        os.dup2(output, 1), os.dup2(output, 2)
+        try:
+            function, *arguments = call(command)
+            function(*arguments)
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        finally:
+            sys.stdout.flush()
+            open(path + ".code", "w").write(str(code))
+            os._exit(0)
+    print(pid, flush=True)
+"""
+"""A shell whose programs are forked from a process that has imported what takes seconds."""
+
+
+class Home:
+    """A machine in which commands are typed."""
+
+    def __init__(self, laboratory: Laboratory, number: int, folder: Path, environment: Mapping[str, str]) -> None:
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": folder}
+        self._shell = laboratory.start(number, [sys.executable, "-c", SHELL], environment=environment, **streams)
+        self._folder, self._environment, self._num_typed = folder / f"home-{number}", environment, 0
+        self._folder.mkdir()
+
+    def __enter__(self) -> "Home":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._shell.communicate(timeout=20)
+
+    def type(self, command: str) -> "Typed":
+        self._num_typed += 1
+        path = self._folder / str(self._num_typed)
+        command = Template(command).substitute(self._environment)
+        self._shell.stdin.write(json.dumps([command, str(path)]) + "\n")
+        self._shell.stdin.flush()
+        return Typed(int(self._shell.stdout.readline()), path)
+
+
+class Typed:
+    """A program that runs in a home."""
+
+    def __init__(self, pid: int, path: Path) -> None:
+        self.pid, self._path, self._code = pid, path, path.with_name(f"{path.name}.code")
+
+    def printed(self) -> str:
+        until(self._code.exists)
+        output = self._path.read_text()
+        assert self._code.read_text() == "0", output
+        return output
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 200
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def rounds(url: str) -> int:
+    """The outer steps of the fragment that had the fewest; -1 where there is no run."""
+    try:
+        return min(Look(url).again().rounds)
+    except UserError:
+        return -1
+
+
+def write_base(folder: Path) -> None:
+    """A tiny Llama, with a tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=300, max_position_embeddings=64, bos_token_id=256, eos_token_id=256, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    train_bpe([DIARY] * 9, 280, folder / "tokenizer.json")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not can_make_namespaces(), reason="needs root, and iproute2's ip and tc")
+def test_two_homes_train_one_model_and_one_of_them_leaves(tmp_path, use_environment):
+    pytest.importorskip("peft")
+    write_base(tmp_path / "base")
+    for folder in ("notes", "store"):
+        (tmp_path / folder).mkdir()
+    for number in range(40):
+        (tmp_path / "notes" / f"{number}.txt").write_text(f"{number}. {DIARY}" * 40)
+    typed = [command for command in commands(PAGE) if not re.match("pip|export|python", command)]
+    check, prepare, at_home, away, *afterwards = typed
+    with ExitStack() as stack:
+        server = stack.enter_context(running_seaweedfs(tmp_path / "store"))
+        laboratory = stack.enter_context(Laboratory(3))
+        laboratory.set_links(gbit_s=10.0)
+        for number in range(2):
+            laboratory.set_link(number, up_gbit_s=0.01, down_gbit_s=0.05)
+        there, socket = laboratory.address(2), str(tmp_path / "store" / "s3.sock")
+        relay = [sys.executable, "-c", RELAY, there, str(PORT), socket, str(ROUND_TRIP_SECONDS / 2)]
+        serving = stack.enter_context(laboratory.start(2, relay, stdout=subprocess.PIPE, text=True))
+        stack.callback(serving.kill)
+        assert serving.stdout.readline() == "serving\n"
+        url, path = server.new_url(), f"{ROOT}:{ROOT / 'src'}"
+        environment = {
+            **server.environment,
+            "AWS_ENDPOINT_URL": f"http://{there}:{PORT}",
+            "AWS_ALLOW_HTTP": "true",
+        }
+        environment |= {"PLACE": url, "MODEL": "base", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        first, second = (
+            stack.enter_context(Home(laboratory, number, tmp_path, environment)) for number in range(2)
+        )
+        use_environment(server.environment)
+        first.type(prepare).printed()
+        checking = second.type(check)
+        training = first.type(at_home + SHORTER)
+        until(lambda: rounds(url) == 0)
+        gone = second.type(away)
+        until(lambda: rounds(url) >= 2)
+        os.killpg(gone.pid, signal.SIGKILL)
+        before = rounds(url)
+        until(lambda: rounds(url) >= before + 2)
+        back = second.type(away)
+        outputs = [one.printed() for one in (training, back)]
+        assert re.search(r"one winner(.|\n)* ([5-9]|10)\.?\d* Mbit/s up", checking.printed())
+        evaluated, _, written = (first.type(command).printed() for command in afterwards)
+        lives = Look(url, with_timeline=True)
+        lives.again()
+    hashes = [re.findall(r"outer hash +(\w+)", output) for output in outputs]
+    assert hashes[0] == hashes[1] and len(hashes[0]) == 1, outputs
+    by_name = {name: [life for life in lives.timeline.lives if life.name == name] for name in ("home", "away")}
+    assert [len(by_name[name]) for name in by_name] == [1, 2] and all(
+        life.counted for life in lives.timeline.lives
+    )
+    assert re.findall(r"held-out loss +(\S+)", outputs[0]) == re.findall(r"held-out loss +(\S+)", evaluated)
+    assert len(written) > 40, "the model has gone on with the diary"
+    assert (tmp_path / "tuned" / "model.safetensors").exists()
