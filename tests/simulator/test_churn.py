@@ -103,6 +103,15 @@ def test_machines_cost_while_they_run_and_each_its_own_price() -> None:
         )
 
 
+def test_who_is_left_alone_goes_on_though_it_was_slow() -> None:
+    fast = replace(
+        FAST, count=1, step_seconds=0.1, hours_between_failures=0.2, repair_seconds=1e6, notice_seconds=99
+    )
+    run = replace(RUN, machines=(fast, replace(FAST, count=1, step_seconds=30)), overlap_steps=5)
+    # Then each outer step takes 20 steps of the slow one, and nobody waits for the fast one to come back.
+    assert 600 * 500 < in_store(run, num_outer_steps=1000).seconds < 600 * 1000
+
+
 def test_fixed_members_stop_at_each_failure_as_a_renewal_process_does() -> None:
     # One machine: cycles of an exponential time up, of which whole checkpoint intervals count, and a pause.
     kind = replace(FAST, count=1, hours_between_failures=1, repair_seconds=900)

@@ -149,8 +149,8 @@ class _Fleet:
         self.num_idle += 1
         if self.num_idle > _MOST_IDLE or math.isinf(time):
             raise UserError(
-                f"after {self.num_outer} outer steps no more follows: machines fail before they have sent, or send too "
-                f"late, or are never so many at once as quorum={self.run.quorum} needs",
+                f"after {self.num_outer} outer steps no more follows: machines fail before they have sent, or "
+                f"send too late, or are never so many at once as quorum={self.run.quorum} needs",
                 *("machines", "quorum"),
             )
         self.now = max(self.now, time)
@@ -167,6 +167,7 @@ class _Fleet:
         self.up_free_M[joins] = self.down_free_M[joins] = since
         self.counted_PM[:, joins] = self.since_M[joins] = since
         self.due_PM[:, joins] = since + self.first_P[:, None] * self.step_M[joins]
+        self.opens_P = np.minimum(self.opens_P, self.due_PM[:, joins].min(axis=1, initial=np.inf))
         self.waits_PM[:, joins] = np.inf  # its join fences the replica that it was
 
     def _fail(self, fails: Places) -> None:
@@ -208,6 +209,8 @@ class _Fleet:
         """The time of the decision, and the replicas that it counts; None if there can't be any yet."""
         run, opens, is_here_M = self.run, self.opens_P[p], np.isfinite(arrival_M)
         active_M = ~self.has_left_M & (self.last_outer_M >= last_recent(self.num_outer, run.num_fragments))
+        if not active_M.any():
+            active_M = arrival_M == arrival_M.min()  # nobody is waited for
         num_active = int(np.count_nonzero(active_M))
         arrival_K, active_K = np.sort(arrival_M[is_here_M]), np.sort(arrival_M[is_here_M & active_M])
         can_decide_M = is_here_M & ~self.is_gone_M
