@@ -111,10 +111,14 @@ def test_a_config_keeps_auto_and_is_resolved_by_its_length():
 
 
 @pytest.mark.parametrize(
-    ("sync_every", "rule", "warns"),
-    [(9, None, True), (10, None, False), (1, "sgd:lr=1", False), (5, "nesterov:lr=0.7,momentum=0.5", False)],
+    ("sync_every", "rule", "mixing", "least"),
+    [(2, None, 0.5, 4), (4, None, 0.5, 0), (15, None, 0.0, 16), (16, None, 0.0, 0), (1, "sgd:lr=1", 0.0, 0)],
 )
-def test_outer_steps_that_are_too_frequent_for_their_momentum_are_named(sync_every, rule, warns, caplog) -> None:
+def test_outer_steps_that_are_too_frequent_for_their_momentum_are_named(
+    sync_every: int, rule: str | None, mixing: float, least: int, caplog
+) -> None:
     setting = {"fragments": "whole", "sync_every": sync_every, "outer": rule, "overlap_steps": 0}
-    diloco.StreamingDiLoCo(torch.nn.Linear(2, 2), exchange=diloco.LoopbackExchange(), **setting)
-    assert (f"sync_every={sync_every} inner steps are too frequent for lr=0.4" in caplog.text) == warns
+    diloco.StreamingDiLoCo(torch.nn.Linear(2, 2), exchange=diloco.LoopbackExchange(), mixing=mixing, **setting)
+    expected = f"sync_every={sync_every} inner steps are too frequent for lr=0.4"
+    assert (expected in caplog.text and f"sync_every={least} or more" in caplog.text) == bool(least)
+    assert bool(caplog.text) == bool(least)

@@ -37,7 +37,7 @@ from diloco.exchange.transport import Abortable, Transport, fail_together
 from diloco.fragments import Fragment
 from diloco.outer.cohort import Weights
 from diloco.outer.digest import parameters_hash
-from diloco.outer.merge import MergeRule
+from diloco.outer.merge import MergeRule, Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import OuterRule
 from diloco.outer.step import OuterStep, cosine_of, products_of
@@ -291,7 +291,9 @@ class StreamingDiLoCo:
         """Name outer steps that follow each other too soon."""
         rule = self.settings.outer
         if isinstance(rule, Nesterov) and self._replica.number == 0:
-            warning = warning_of_frequent(rule.lr, rule.momentum, self.settings.schedule.sync_every)
+            mixing, sync_every = self.settings.mixing, self.settings.schedule.sync_every
+            alpha = mixing.alpha if isinstance(mixing, Mixing) else 0.0
+            warning = warning_of_frequent(rule.lr, rule.momentum, sync_every, alpha)
             if warning is not None:
                 _LOG.warning(warning)
 
