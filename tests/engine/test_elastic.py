@@ -427,6 +427,7 @@ def test_with_the_quorum_all_a_missing_replica_ends_the_wait_with_one_sentence(t
     with pytest.raises(ExchangeError, match=r"no decision about fragment 0 came within 1 s: see with"):
         for _ in range(20):
             ours.step()
+    assert ours.exchange._seated.log_thread.overlap_seconds == 0, "it looks often while training waits"
 
 
 @pytest.mark.slow
@@ -448,3 +449,14 @@ def test_a_replica_with_a_long_overlap_looks_seldom_for_payloads_that_do_not_com
     until(lambda: min(ours.rounds) >= rounds and min(counted(other)) >= 0, ours, other)
     ours.finish()
     other.finish()
+
+
+def test_the_pace_is_that_of_the_last_steps_whatever_came_before(tmp_path) -> None:
+    ours = Replica(str(tmp_path))
+    seat, applied = ours.exchange._seated, [(0, 0)] * P
+    time.sleep(0.3)  # before the first step, as compiling does
+    for step in (*range(1, 4), *range(1000, 1010)):  # a checkpoint was loaded between
+        seat.step(step, applied, room=0)
+        time.sleep(0.01)
+    assert 0.01 <= seat._step_seconds < 0.1
+    ours.vanish()

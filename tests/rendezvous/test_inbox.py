@@ -171,3 +171,17 @@ def test_payloads_and_values_beyond_the_memory_are_given_up_the_oldest_first():
     assert kept[-1].values is not None
     memory.keep("large", Payload(torch.zeros(65, dtype=torch.uint8), torch.zeros(17)))
     assert memory.get("large") is None and kept[-1].values is None
+
+
+def test_a_look_that_is_far_away_comes_soon_once_the_training_thread_waits():
+    async def watch() -> Taken:
+        inbox = Taken(names_of(), State(-1, -1, -1))
+        inbox._access.longest_poll = lambda: 30.0
+        task = asyncio.create_task(until_taken(inbox, PAYLOAD.name(0, 0)))
+        while len(inbox.asked) < 10:  # the next look is half a second away
+            await asyncio.sleep(0.001)
+        inbox.names, inbox._access.longest_poll = names_of(0), float
+        await asyncio.wait_for(task, 0.25)
+        return inbox
+
+    assert asyncio.run(watch()).taken == [PAYLOAD.name(0, 0)]

@@ -12,6 +12,7 @@ from tests.simulator.exact_fleet import ExactFleet
 from diloco.cli.main import main
 from diloco.errors import UserError
 from diloco.simulator.churn import in_store
+from diloco.simulator.description import Stragglers
 from diloco.simulator.fixed_members import WITH_MEMBERS, with_members
 from diloco.simulator.fleet import FleetRun, Machines, read_fleet
 
@@ -71,6 +72,46 @@ def test_failures_cost_the_time_of_repair_and_what_was_not_saved() -> None:
     assert 0.0 < outcome.goodput - unsaved.goodput < 2 * 40 / 7200 + 0.01, "about half of H per failure"
 
 
+def test_no_work_counts_twice_though_a_late_payload_counts_after_its_machine_has_failed() -> None:
+    often = replace(HOME, count=10, hours_between_failures=400 / 3600, repair_seconds=200, down_mbit_s=1e9)
+    kinds = replace(often, up_mbit_s=1e5), replace(often, up_mbit_s=3.0)
+    run = replace(RUN, machines=kinds, num_fragments=1, overlap_steps=5, checkpoint_seconds=1e-9)
+    outcome = in_store(run, num_outer_steps=1000)
+    assert outcome.staleness > 0.2 and 0 < outcome.lost < 0.01
+
+
+def test_steps_that_vary_make_payloads_late_and_each_outer_step_counts_some() -> None:
+    vary = fleet(stragglers=Stragglers(step_variation=3.0))
+    assert in_store(vary, num_outer_steps=200).staleness > 0.1
+    assert in_store(replace(fleet(up_mbit_s=3), max_stale=0), num_outer_steps=200).contributors > 2
+
+
+def test_machines_cost_while_they_run_and_each_its_own_price() -> None:
+    kinds = (
+        replace(FAST, count=20, hours_between_failures=1, repair_seconds=36_000, dollars_per_hour=1.0),
+        replace(FAST, count=20, dollars_per_hour=9.0),
+    )
+    run = replace(RUN, machines=kinds)
+    outcome = in_store(run, num_outer_steps=360)
+    hours = outcome.seconds / 3600
+    # Each of the first kind runs for an exponential time, and does not come back in these two hours.
+    expected = 20 * 9.0 * hours + 20 * (1 - math.exp(-hours))
+    assert outcome.machine_dollars == pytest.approx(expected, rel=0.03)
+    for method in WITH_MEMBERS:
+        assert with_members(run, method, seconds=outcome.seconds).machine_dollars == pytest.approx(
+            expected, rel=0.03
+        )
+
+
+def test_who_is_left_alone_goes_on_though_it_was_slow() -> None:
+    fast = replace(
+        FAST, count=1, step_seconds=0.1, hours_between_failures=0.2, repair_seconds=1e6, notice_seconds=99
+    )
+    run = replace(RUN, machines=(fast, replace(FAST, count=1, step_seconds=30)), overlap_steps=5)
+    # Then each outer step takes 20 steps of the slow one, and nobody waits for the fast one to come back.
+    assert 600 * 500 < in_store(run, num_outer_steps=1000).seconds < 600 * 1000
+
+
 def test_fixed_members_stop_at_each_failure_as_a_renewal_process_does() -> None:
     # One machine: cycles of an exponential time up, of which whole checkpoint intervals count, and a pause.
     kind = replace(FAST, count=1, hours_between_failures=1, repair_seconds=900)
@@ -86,6 +127,10 @@ def test_a_quorum_that_is_never_there_ends_when_somebody_comes() -> None:
     run = replace(fleet(count=3, hours_between_failures=0.5, repair_seconds=600), quorum=3)
     outcome = in_store(run, num_outer_steps=200)
     assert outcome.num_outer_steps == 200 and outcome.goodput < 0.8
+    with pytest.raises(
+        UserError, match="after 0 outer steps no more follows: machines fail before they have sent"
+    ):
+        in_store(fleet(up_mbit_s=0.1, hours_between_failures=0.01), num_outer_steps=1)
 
 
 def test_stores_traffic_is_that_of_the_bill() -> None:
@@ -109,9 +154,13 @@ def test_the_command_prints_a_row_per_method_and_names_what_is_wrong(tmp_path: P
     for wrong, message in {
         "sync_every = 4\n": "overlap_steps=5 must be at least 0 and below sync_every=4",
         "sync_evry = 40\n": "sync_evry",
+        "checkpoint_seconds = 0\n": "checkpoint_seconds must be above 0",
+        "patience = -1\n": "patience must be at least 0",
     }.items():
         path.write_text(text.replace("sync_every = 40\n", wrong))
         with pytest.raises(UserError, match=message):
             read_fleet(path)
     with pytest.raises(UserError, match="up_mbit_s of home must be above 0, not 0"):
         replace(HOME, up_mbit_s=0)
+    with pytest.raises(UserError, match="step_seconds of home must be above 0 and finite, not inf"):
+        replace(HOME, step_seconds=math.inf)

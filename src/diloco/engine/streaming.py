@@ -377,7 +377,7 @@ class StreamingDiLoCo:
         Args:
             flush: then send and merge every fragment once more, so that Θ, which is what to ship, holds the last
                 work of all. A warning names the fragments whose last work was not counted, or, without `flush`,
-                those that were never sent.
+                those that were never sent. With a number as quorum what was not sent is sent in any case.
             close: where replicas come and go, end the run for all of them, since its token budget is spent. Each
                 then takes every outer step up to the entry that closes the log, so that all have the same Θ; one
                 that finishes after another has called this does so, too. The wait is bounded by the rendezvous'

@@ -227,7 +227,7 @@ class LogThread:
     def __init__(self, store: Store, log: Log, own: int, form: Form, signer: Signer, pace: Pace) -> None:
         self.step = 0
         self.overlap_seconds = 0.0
-        """τ inner steps, of the last own offer, at this replica's pace."""
+        """τ inner steps, of the last own offer, at this replica's pace; 0 from where the training thread waits."""
         self.draining_since: float | None = None
         """Time at which the training thread took the last of its `step` inner steps; None while it takes more."""
         self.bases: Sequence[tuple[int, int]] = ((-1, 0),) * len(form.sizes)
@@ -355,8 +355,7 @@ class LogThread:
 
         A replica asks for one of each other: at 0.5 s a thousand of them would pay most of their bill for that.
         """
-        overlap_seconds = self.overlap_seconds if self.draining_since is None else 0.0
-        return longest_poll(self._pace.poll_seconds, overlap_seconds)
+        return longest_poll(self._pace.poll_seconds, self.overlap_seconds)
 
     async def _newest(self) -> RunState:
         """The state after all entries that are in the log now."""

@@ -211,11 +211,18 @@ class Inbox:
             elif before.left or before.fenced:
                 return
             else:
+                await self._pause(replica, num_misses)
                 num_misses += 1
-                longest = (
-                    access.longest_poll() if access.state.is_active(replica) else _SLOWER * access.poll_seconds
-                )
-                await asyncio.sleep(min(access.poll_seconds * 2 ** min(num_misses - 1, 16), longest))
+
+    async def _pause(self, replica: int, num_misses: int) -> None:
+        """Wait until the next look, but no longer than `longest_poll` says meanwhile: it may fall."""
+        access, begin = self._access, time.monotonic()
+        while True:
+            await asyncio.sleep(access.poll_seconds)
+            longest = access.longest_poll() if access.state.is_active(replica) else _SLOWER * access.poll_seconds
+            seconds = min(access.poll_seconds * 2 ** min(num_misses, 16), longest)
+            if time.monotonic() + access.poll_seconds / 2 > begin + seconds:
+                return
 
     async def _fetch(self, replica: int, seq: int, public: str) -> Fetched | None:
         """A payload from the store, downloaded and decoded once for all that ask for it meanwhile."""

@@ -5,8 +5,10 @@ import re
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from statistics import median
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
@@ -295,7 +297,8 @@ class _StoreSeat:
         self._outage_since: float | None = None
         self._step_of_outage = 0
         """The first step at which it was seen."""
-        self._begin: tuple[float, int] | None = None  # time and inner steps at the first call of `step`
+        self._last_step: tuple[float, int] | None = None  # time and inner steps when these changed last
+        self._durations = deque[float](maxlen=64)  # of the last inner steps
         self._has_drained = self._is_closing = False
 
     @property
@@ -319,7 +322,7 @@ class _StoreSeat:
     ) -> News:
         """Tell where this replica is, and take the news; see `Seat`."""
         log_thread = self.log_thread
-        self._begin = self._begin or (time.monotonic(), num_steps)
+        self._take_time(num_steps)
         self._has_drained = self._has_drained or is_last
         log_thread.step, log_thread.bases = num_steps, tuple(applied)
         log_thread.draining_since = (log_thread.draining_since or time.monotonic()) if is_last else None
@@ -360,6 +363,7 @@ class _StoreSeat:
             ExchangeError: if this replica can't go on.
         """
         log_thread, decisions = self.log_thread, list[Decision]()
+        log_thread.overlap_seconds = 0.0  # look often: the training thread waits
 
         def is_here() -> bool:
             """Take what has come, since no more than a few decisions may wait."""
@@ -392,11 +396,17 @@ class _StoreSeat:
         self._is_closing = True
         self._background.run(self.log_thread.close(self._step_seconds, self._timeout_seconds))
 
+    def _take_time(self, num_steps: int) -> None:
+        now, (then, last_step) = time.monotonic(), self._last_step or (0.0, num_steps)
+        if num_steps > last_step:
+            self._durations.append((now - then) / (num_steps - last_step))
+        if num_steps != last_step or self._last_step is None:
+            self._last_step = now, num_steps
+
     @property
     def _step_seconds(self) -> float:
-        """The mean time of an inner step so far."""
-        then, first_step = self._begin or (time.monotonic(), 0)
-        return (time.monotonic() - then) / max(1, self.log_thread.step - first_step)
+        """The median time of the last inner steps: pauses, and steps that a loaded state counts, are no pace."""
+        return median(self._durations or [0.0])
 
     def leave(self, *, seconds: float | None = None) -> None:
         """Wait for own uploads and leave; see `StoreRendezvous.leave`."""

@@ -23,12 +23,15 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.errors import UserError
 from diloco.rendezvous.log.run import last_recent, least_payloads
 from diloco.rendezvous.prices import exchange, polling
 from diloco.simulator.fleet import FleetRun, Floats, Machines, Mask, Outcome
 
 Places: TypeAlias = NDArray[np.intp]
 _MOST_SAMPLES = 100_000
+_MOST_IDLE = 10_000
+"""Failures, returns and payloads in vain without an outer step, after which there will be none."""
 _ROUND_TRIPS_TO_KNOW = 2
 """After a decision: the entry is written, and read by others."""
 
@@ -89,7 +92,7 @@ class _Fleet:
         self.rounds_P, self.decided_P = np.zeros(num_fragments, dtype=np.int64), np.zeros(num_fragments)
         self.opens_P = np.zeros(num_fragments)
         """A time at which the next round of each fragment opens, or one before that."""
-        self.num_outer = 0
+        self.num_outer = self.num_idle = 0
         self.counted_seconds_M, self.lost_seconds = np.zeros(num_replicas), 0.0
         self.num_counted, self.sum_stale = 0, 0
         self.gone_seconds_M = np.zeros(num_replicas)
@@ -125,11 +128,13 @@ class _Fleet:
                 self.opens_P[:] = 0.0
             elif not self._has_events(opens):
                 send_M, arrival_M = self._sends(p, opens)
-                if decision := self._decision(p, send_M, arrival_M):
-                    return self._count(p, send_M, arrival_M, *decision)
-                # A quorum that is not there: nobody decides until somebody comes.
-                self._pass_events(float(self.event_M.min()))
-                self.decided_P[p] = self.now
+                decision = self._decision(p, send_M, arrival_M)
+                if decision and self._count(p, send_M, arrival_M, *decision):
+                    return
+                # A quorum that is not there: nobody decides until somebody comes. Or all was too old.
+                self._pass_events(opens if decision else float(self.event_M.min()))
+                if decision is None:
+                    self.decided_P[p] = self.now
 
     def _has_events(self, time: float) -> bool:
         """Let replicas fail and join up to a time; True if any did."""
@@ -141,6 +146,13 @@ class _Fleet:
 
     def _pass_events(self, time: float) -> None:
         """Let those replicas fail or join whose next event is due."""
+        self.num_idle += 1
+        if self.num_idle > _MOST_IDLE or math.isinf(time):
+            raise UserError(
+                f"after {self.num_outer} outer steps no more follows: machines fail before they have sent, or "
+                f"send too late, or are never so many at once as quorum={self.run.quorum} needs",
+                *("machines", "quorum"),
+            )
         self.now = max(self.now, time)
         events = np.flatnonzero(self.event_M <= time)
         is_joining = self.is_gone_M[events]
@@ -155,6 +167,7 @@ class _Fleet:
         self.up_free_M[joins] = self.down_free_M[joins] = since
         self.counted_PM[:, joins] = self.since_M[joins] = since
         self.due_PM[:, joins] = since + self.first_P[:, None] * self.step_M[joins]
+        self.opens_P = np.minimum(self.opens_P, self.due_PM[:, joins].min(axis=1, initial=np.inf))
         self.waits_PM[:, joins] = np.inf  # its join fences the replica that it was
 
     def _fail(self, fails: Places) -> None:
@@ -170,7 +183,7 @@ class _Fleet:
 
     def _sends(self, p: int, opens: float) -> tuple[Floats, Floats]:
         """The time of each replica's send, and that from which its payload is in the store; infinity for never."""
-        run, waits_M, step_M = self.run, self.waits_PM[p], self._step_seconds()
+        run, waits_M, step_M = self.run, self.waits_PM[p], self.step_M
         due_M = self.due_PM[p]
         look_M = self.random.random(len(due_M))
         seen_M = opens + look_M * run.longest_poll_seconds + self.trip_M
@@ -196,6 +209,8 @@ class _Fleet:
         """The time of the decision, and the replicas that it counts; None if there can't be any yet."""
         run, opens, is_here_M = self.run, self.opens_P[p], np.isfinite(arrival_M)
         active_M = ~self.has_left_M & (self.last_outer_M >= last_recent(self.num_outer, run.num_fragments))
+        if not active_M.any():
+            active_M = arrival_M == arrival_M.min()  # nobody is waited for
         num_active = int(np.count_nonzero(active_M))
         arrival_K, active_K = np.sort(arrival_M[is_here_M]), np.sort(arrival_M[is_here_M & active_M])
         can_decide_M = is_here_M & ~self.is_gone_M
@@ -232,33 +247,39 @@ class _Fleet:
             )
         return here_K
 
-    def _count(self, p: int, send_M: Floats, arrival_M: Floats, time: float, counted_M: Mask) -> None:
-        """Take the outer step: the counted ones begin anew, the others' payloads wait for the next round."""
+    def _count(self, p: int, send_M: Floats, arrival_M: Floats, time: float, counted_M: Mask) -> bool:
+        """Take the outer step: the counted ones begin anew, the others' payloads wait for the next round.
+
+        Returns:
+            False if all payloads are too old, so that there is none.
+        """
         run, known_M = self.run, time + _ROUND_TRIPS_TO_KNOW * self.trip_M
         sent_M, waits_M, base_M = self.sent_PM[p], self.waits_PM[p], self.base_PM[p]
         sends_M = np.isinf(waits_M) & np.isfinite(arrival_M) & (send_M <= known_M)
         # Those whose downlink lags begin against an older round.
         lag_M = np.maximum(self.down_free_M - send_M, 0.0)
         behind_M = np.ceil(lag_M / max(time - self.decided_P[p], 1e-9))
-        np.copyto(base_M, self.rounds_P[p] - behind_M, where=sends_M, casting="unsafe")
+        np.copyto(base_M, np.maximum(self.rounds_P[p] - behind_M, 0), where=sends_M, casting="unsafe")
         np.copyto(self.up_free_M, arrival_M - self.trip_M, where=sends_M)
         np.copyto(sent_M, send_M, where=sends_M)
-        np.copyto(self.due_PM[p], send_M + run.sync_every * self.step_M, where=sends_M)
+        np.copyto(self.due_PM[p], send_M + run.sync_every * self._step_seconds(), where=sends_M)
         np.copyto(waits_M, arrival_M, where=sends_M)
 
         stale_M = self.rounds_P[p] - base_M
         counted_M &= stale_M <= run.max_stale
-        num_counted = int(np.count_nonzero(counted_M))
+        waits_M[counted_M | (stale_M >= run.max_stale)] = np.inf
+        if not (num_counted := int(np.count_nonzero(counted_M))):
+            return False
         self.num_counted += num_counted
         self.sum_stale += int(stale_M.sum(where=counted_M))
-        self.num_outer += 1
+        self.num_outer, self.num_idle = self.num_outer + 1, 0
         self.rounds_P[p] += 1
-        self.counted_seconds_M += np.where(counted_M, (sent_M - self.counted_PM[p]) / run.num_fragments, 0.0)
+        is_new_M = counted_M & ~self.is_gone_M  # what a machine that is gone had done counts since it failed
+        self.counted_seconds_M += np.where(is_new_M, (sent_M - self.counted_PM[p]) / run.num_fragments, 0.0)
         np.copyto(self.counted_PM[p], sent_M, where=counted_M)
         self.last_outer_M[counted_M] = self.num_outer
         # One that came late sends with the others from now on.
         np.copyto(self.due_PM[p], known_M + run.sync_every * self.step_M, where=counted_M & (stale_M > 0))
-        waits_M[counted_M | ((waits_M <= time) & (stale_M >= run.max_stale))] = np.inf
         if self.num_delays < _MOST_SAMPLES:
             fresh_M = counted_M & sends_M
             looks = self.random.random(np.count_nonzero(fresh_M)) * run.poll_seconds
@@ -267,15 +288,18 @@ class _Fleet:
         self.down_free_M = np.maximum(self.down_free_M, self.opens_P[p]) + (num_counted - 1) * self.download_M
         self.decided_P[p], self.now = time, max(self.now, time)
         self.opens_P[p] = time
+        return True
 
     def outcome(self) -> Outcome:
         """The numbers of the outer steps so far."""
         run, seconds = self.run, float(self.now)
         possible = float((seconds / self.step_M).sum())
-        read = float(((seconds - np.minimum(self.gone_seconds_M, seconds)) / self.step_M).sum())
+        gone_M = self.gone_seconds_M - np.where(self.is_gone_M, np.maximum(self.event_M - seconds, 0.0), 0.0)
+        read = float(((seconds - gone_M) / self.step_M).sum())
         counted = float((self.counted_seconds_M / self.step_M).sum())
         delays = np.concatenate(self.delays) if self.delays else np.array([math.nan])
         prices_M = run.each([kind.dollars_per_hour for kind in run.machines])
+        repair_M = run.each([kind.repair_seconds for kind in run.machines]) / self.pause_M  # reading Θ costs, too
         traffic = exchange(
             num_replicas=run.num_replicas,
             num_payloads=self.num_counted,
@@ -299,7 +323,7 @@ class _Fleet:
             contributors=self.num_counted / self.num_outer,
             staleness=self.sum_stale / max(1, self.num_counted),
             decided_seconds=(float(np.median(delays)), float(np.percentile(delays, 99))),
-            lost=max(0.0, 1 - counted / read),
+            lost=1 - counted / read,
             traffic=traffic,
-            machine_dollars=float((prices_M * (seconds - np.minimum(self.gone_seconds_M, seconds))).sum() / 3600),
+            machine_dollars=float((prices_M * (seconds - gone_M * repair_M)).sum() / 3600),
         )

@@ -44,10 +44,11 @@ def with_members(run: FleetRun, method: Method, *, seconds: float, seed: int = 0
     """
     is_elastic = method == "elastic_data_parallel"
     load_M = run.each([run.join_seconds(kind) for kind in run.machines])
-    ready = tokens = lost = up_seconds = 0.0  # nobody computes before `ready`
+    prices_M = run.each([kind.dollars_per_hour for kind in run.machines])
+    ready = tokens = lost = dollars = 0.0  # nobody computes before `ready`
     for begin, end, is_up_M, replica, returns in _stretches(run, seconds, seed):
         num_up, start = int(is_up_M.sum()), max(begin, ready)
-        up_seconds += num_up * (end - begin)
+        dollars += float(prices_M[is_up_M].sum() * (end - begin) / 3600)
         if end > start and (is_up_M.all() or (is_elastic and num_up)):
             rate, kept = _tokens_per_second(run, method, is_up_M), end - start
             if not is_elastic and replica is not None:  # what came after its last checkpoint is lost
@@ -55,7 +56,6 @@ def with_members(run: FleetRun, method: Method, *, seconds: float, seed: int = 0
             tokens, lost = tokens + rate * kept, lost + rate * (end - start - kept)
         if replica is not None and (is_elastic or returns):
             ready = end + AGREE_SECONDS + float(load_M[replica] if is_elastic and returns else load_M.max())
-    prices_M = run.each([kind.dollars_per_hour for kind in run.machines])
     return Outcome(
         method=method,
         seconds=seconds,
@@ -64,7 +64,7 @@ def with_members(run: FleetRun, method: Method, *, seconds: float, seed: int = 0
         contributors=float(run.num_replicas),
         staleness=0.0,
         lost=lost / max(tokens + lost, 1e-9),
-        machine_dollars=float(prices_M.mean() * up_seconds / 3600),
+        machine_dollars=dollars,
     )
 
 

@@ -55,9 +55,10 @@ class Machines:
         """Refuse numbers out of range."""
         positive = ("count", "step_seconds", "up_mbit_s", "down_mbit_s", "hours_between_failures")
         for name in (*positive, "latency_seconds", "repair_seconds", "notice_seconds", "dollars_per_hour"):
-            value = getattr(self, name)
-            if not (value > 0 if name in positive else 0 <= value < math.inf):
-                least = "above 0" if name in positive else "at least 0 and finite"
+            value, may_be_infinite = getattr(self, name), name in positive[2:]
+            if not (value >= 0 and (value > 0 or name not in positive) and (may_be_infinite or value < math.inf)):
+                least = "above 0" if name in positive else "at least 0"
+                least += "" if may_be_infinite else " and finite"
                 raise UserError(f"{name} of {self.name} must be {least}, not {value}", name)
 
     @property
@@ -103,7 +104,8 @@ class FleetRun:
 
     def __post_init__(self) -> None:
         """Refuse numbers out of range."""
-        for name in ("num_params", "step_tokens", "sync_every", "num_fragments", "shares", "poll_seconds"):
+        positive = ("num_params", "step_tokens", "sync_every", "num_fragments", "shares", "poll_seconds")
+        for name in (*positive, "bits_per_value", "checkpoint_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"{name} must be above 0 and finite, not {getattr(self, name)}", name)
         if not 0 <= self.overlap_steps < self.sync_every:
@@ -112,6 +114,9 @@ class FleetRun:
                 "overlap_steps",
                 "sync_every",
             )
+        for name in ("patience", "max_stale"):
+            if (getattr(self, name) or 0) < 0:
+                raise UserError(f"{name} must be at least 0, not {getattr(self, name)}", name)
         if not self.machines:
             raise UserError("the fleet has no machines", "machines")
 

@@ -153,8 +153,9 @@ class Plan:
         seconds += num_round_trips * max(2 * one.latency_seconds for one in self.task.replicas)
         slowest = min(one.gbit_s for one in self.task.replicas if one.gbit_s is not None)
         seconds += (1 + num_downloads) * payload_bits / (1e9 * slowest)
-        # One of the polls is an eighth of τ, if that takes longer; τ is as long as this.
-        return max(seconds, (seconds - _POLL_SECONDS) * 8 / 7)
+        # One of the polls is an eighth of τ, if that takes longer, and 30 s at the most; τ is as long as this.
+        others = seconds - _POLL_SECONDS
+        return others + longest_poll(_POLL_SECONDS, others * 8 / 7)
 
     @property
     def needed_gbit_s(self) -> float | None:
