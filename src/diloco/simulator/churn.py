@@ -6,10 +6,11 @@ The rules are those of `rendezvous/`: who is active (`last_recent`), and how man
 1. It opens when the first replica has sent its outer gradient: H steps after its last send. A replica that sees it
    sends its own too, if it has taken H/4 steps since its last one.
 2. A payload is in the store after size / uplink and a round trip; payloads of a replica go one after the other.
-3. A replica has seen k payloads when its downlink has taken them, a poll and a round trip after each came.
+3. A replica has seen k payloads when its downlink has taken them, a look and a round trip after each came.
 4. One that has those of all active replicas decides; after τ of its own steps with those of the quorum; after
    `patience` more with what is there. Others know it a poll and two round trips later.
-5. A payload that came too late counts in the next round, until it is more than `max_stale` rounds old.
+5. A payload that came too late counts in the next round, until it is more than `max_stale` rounds old. The τ of
+   its replica counts from that round's opening, and its next send is H steps after it was counted.
 
 A machine that fails loses what it has not sent since its last checkpoint; its replica joins again, as another one,
 when it is repaired and has read Θ. Nobody waits for the exchange but by staleness: `engine.step()` does not.
@@ -93,7 +94,7 @@ class _Fleet:
         self.opens_P = np.zeros(num_fragments)
         """A time at which the next round of each fragment opens, or one before that."""
         self.num_outer = self.num_idle = 0
-        self.counted_seconds_M, self.lost_seconds = np.zeros(num_replicas), 0.0
+        self.counted_seconds_M = np.zeros(num_replicas)
         self.num_counted, self.sum_stale = 0, 0
         self.gone_seconds_M = np.zeros(num_replicas)
         self.delays, self.num_delays = list[Floats](), 0
