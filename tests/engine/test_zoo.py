@@ -1,4 +1,4 @@
-"""Models and optimizers that were tried; docs/explanation/models-and-optimizers.md lists them.
+"""Models and optimizers that were tried; docs/explanation/engine.md lists them.
 
 One replica with α = 0, η = 1, μ = 0, τ = 0 trains as without the engine, up to rounding: Θ ← Θ − (Θ − θ), θ ← Θ.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import diloco
 
-PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "models-and-optimizers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "engine.md"
 NUM_STEPS = 8
 
 
