@@ -73,7 +73,13 @@ def on_pre_build(**_: Any) -> None:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill in the generated parts of the page, and check the commands that it shows."""
-    makers = {"api": api, "commands": commands, "config": config_fields, "papers": items_of_papers}
+    makers = {
+        "api": api,
+        "commands": commands,
+        "config": config_fields,
+        "mistakes": mistakes,
+        "papers": items_of_papers,
+    }
     markdown = re.sub(r"<!-- generate: (\w+) -->", lambda match: makers[match[1]](), markdown)
     named = [] if page.file.src_path in IMAGINED else named_commands(markdown)
     for command in shown_commands(markdown) + named:
@@ -229,6 +235,16 @@ class Doctests(griffe.Extension):
         if obj.docstring:
             blocks = re.sub(r"(?m)^>>>.*(?:\n(?!\n).+)*", r"```pycon\n\g<0>\n```", obj.docstring.value)
             obj.docstring.value = blocks
+
+
+def mistakes() -> str:
+    """A table of typed commands, and of the sentences that end them."""
+    rows = csv.DictReader((ROOT / "docs" / "reference" / "mistakes.csv").read_text().splitlines())
+    lines = ["| typed | said |", "|---|---|"]
+    for row in rows:
+        where = f"<br>{row['where']}" if row["where"] else ""
+        lines.append(f"| `{row['typed']}`{where} | `` {row['said']} `` |")
+    return "\n".join(lines)
 
 
 def items_of_papers() -> str:

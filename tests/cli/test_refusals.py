@@ -1,6 +1,6 @@
 """Command lines that can't work: each ends in one sentence that names the flag at fault, and writes nothing."""
 
-import html
+import csv
 import os
 import re
 import shlex
@@ -291,7 +291,7 @@ generate RUN                                       => the run is a program's own
 """
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "mistakes.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "mistakes.csv"
 TRAINED = ("--name hot", "--rendezvous store")
 """Words of the mistakes of the page that come to light in a process that trains."""
 
@@ -303,13 +303,9 @@ def rows(table: str) -> list[list[str]]:
 
 def rows_of_the_page() -> list[Any]:
     """The typed line and the whole sentence of each mistake that the documentation shows."""
-    cells = r"^\| `(.*?)`(?:<br>[^|]*)? \| (?:`(.*?)`|<code>(.*?)</code>) \|$"
     return [
-        pytest.param(
-            *(typed, plain or html.unescape(escaped)),
-            marks=[pytest.mark.slow] * any(words in typed for words in TRAINED),
-        )
-        for typed, plain, escaped in re.findall(cells, PAGE.read_text(), re.MULTILINE)
+        pytest.param(row["typed"], row["said"], marks=[pytest.mark.slow] * any(w in row["typed"] for w in TRAINED))
+        for row in csv.DictReader(PAGE.read_text().splitlines())
     ]
 
 
