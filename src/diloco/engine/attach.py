@@ -56,12 +56,12 @@ class Attachment:
         return self._after_handle.id in (self._after_handle.hooks_dict_ref() or {})
 
     def remove(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._before_handle.remove()
         self._after_handle.remove()
         for owner, step, before in self._replaced:
             if vars(owner).get("step") is not step:
-                continue  # it was replaced again since: ours stays, and only passes calls on
+                continue  # replaced again since: ours stays below it, and passes calls on
             if before is None:
                 del owner.step
             else:
@@ -100,14 +100,14 @@ class Attachment:
         self._replaced.append((owner, owner.step, before))
 
     def _step_of_optimizer(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._depth = 0  # an earlier step that raised has left it
+        self._depth = 0  # an earlier step may have raised, and not counted down
         return step(*args, **kwargs)
 
     def _step_of_wrapper(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._counted_once(functools.partial(step, *args, **kwargs), is_due=False)
 
     def _step_of_scaler(self, step: Callable[..., Any], optimizer: object, *args: Any, **kwargs: Any) -> Any:
-        """The scaler's step; it counts although it may skip ours, so that replicas stay in step."""
+        """The scaler's step: counted even if it skips the optimizer's, so that replicas stay in step."""
         call = functools.partial(step, optimizer, *args, **kwargs)
         is_ours = _unwrapped(optimizer)[0] is self._optimizer
         return self._counted_once(call, is_due=True) if is_ours else call()
@@ -176,7 +176,7 @@ def trained_by(optimizer: object) -> Iterator[tuple[str | None, Tensor]]:
 
 
 def check_trains(optimizers: Sequence[object], own: Mapping[str, Tensor]) -> None:
-    """Refuse optimizers of other parameters than these, by name, and warn of those that they train beside them.
+    """Refuse optimizers that train none of these parameters, and warn of other parameters that they train.
 
     Raises:
         UserError: if they train none of them, which would never be exchanged, or one is no optimizer.

@@ -30,7 +30,7 @@ class Buffers:
         self.begin()
 
     def begin(self) -> None:
-        """Take the buffers as they are now, such as after a load, for those that training begins with."""
+        """Remember the present buffers, such as after a load, as those with which training begins."""
         self._digests = self._digests_now()
 
     def _named(self) -> dict[str, Tensor]:
@@ -60,7 +60,7 @@ class Buffers:
             )
 
     def average(self, transport: Transport) -> None:
-        """Give those that have changed on any replica the mean of all replicas, with the same bits on all.
+        """Average the buffers that have changed on any replica; all replicas get the same bits.
 
         Raises:
             ExchangeError: if a replica sends none.
@@ -82,5 +82,5 @@ class Buffers:
 
 
 def _as_fp32(values: Tensor) -> Tensor:
-    """FP32 values that differ where these do: FP64 ones are read as two numbers each."""
+    """The values as FP32, and an FP64 value as two of them, so that different buffers stay different."""
     return values.contiguous().view(torch.float32) if values.dtype == torch.float64 else values.float()

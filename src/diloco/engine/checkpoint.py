@@ -1,4 +1,4 @@
-"""The states that an engine takes up: their form, and what an engine with other settings can use of them.
+"""The form of a saved state, its checks, and the parts that an engine with other settings can load.
 
 Shapes: N elements of one fragment that this process holds.
 """
@@ -46,7 +46,7 @@ class _FixedValues(_Values):
     in_flight: list[tuple[Count, Count, Count]]
     """Fragment, round and step of each flight."""
     weighed: list[tuple[Count, Annotated[float, msgspec.Meta(ge=0)]]]
-    """The tokens read up to the fragment's last send, and the amount that it was weighed by."""
+    """The tokens read up to the fragment's last send, and the amount that set its weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def _check_lengths(values: Mapping[str, Any], names: Iterable[str], num_fragment
 
 
 def in_own_names(state: dict[str, Any], kinds: Iterable[str], own: Iterable[str]) -> dict[str, Any]:
-    """The state, changed in place, with the engine's names where the prefixes of wrappers are all that differs.
+    """The state, renamed in place to the engine's names where only the prefixes of wrappers differ.
 
     Raises:
         UserError: if something else stands in the place of a kind's tensors.
@@ -137,7 +137,7 @@ def _bare(name: str) -> str:
 
 
 def refuse_names(verb: Literal["has", "lacks"], names: Iterable[str], kind: str, most: int = 3) -> None:
-    """Refuse a state that has these names too many, or too few, if there are any."""
+    """Refuse a state that has names which it must not have, or lacks names; without names do nothing."""
     names = list(names)
     if names:
         more = f" and {len(names) - most} more" if len(names) > most else ""
@@ -169,7 +169,7 @@ def check_like(kind: str, tensors: Mapping[str, Tensor], own: Mapping[str, Tenso
 
 
 def loadable(replica: Replica, transport: Transport, state: object) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """A state as this engine takes it up; it is refused on all replicas, or on none, and nothing is changed.
+    """A state in the form that this engine loads; all replicas refuse it, or none, and nothing is changed.
 
     Args:
         replica: this one.

@@ -46,7 +46,7 @@ from diloco.wire.kernels.memory import empty
 def remade(
     form: Form, decision: Decision, content: Content, device: torch.device
 ) -> tuple[Callable[[], Tensor], Callable[[], Iterator[Tensor]]]:
-    """Two functions for logs: one makes Δ_p again, one each member's outer gradient."""
+    """Two functions for logs: the first recomputes Δ_p, the second each member's outer gradient."""
     size = form.sizes[decision.fragment]
 
     def make_average() -> Tensor:
@@ -59,7 +59,7 @@ def remade(
 
 _LOG = logging.getLogger("diloco")
 _MOST_SECONDS = 0.05
-"""Time after which the decisions that are left wait for the next inner step."""
+"""Time after which the remaining decisions wait for the next inner step."""
 
 
 class ElasticMembership(Membership):
@@ -89,9 +89,9 @@ class ElasticMembership(Membership):
         replica.number = joined.replica
         self.replica, self.rendezvous, self.form = replica, rendezvous, joined.form
         self.in_flight: dict[int, Offer] = {}
-        """The own offers without a decision, by fragment."""
+        """This replica's offers without a decision, by fragment."""
         self._errors: dict[int, tuple[Tensor, int] | None] = {}
-        """The errors of error feedback that these leave, if they are counted, and their digests."""
+        """By fragment the error of error feedback that the offer leaves if it is counted, and its digest."""
         self.rounds = [0] * num_fragments
         """Outer steps of each fragment that this replica has taken."""
         self.counted = [(0, 0)] * num_fragments
@@ -101,7 +101,7 @@ class ElasticMembership(Membership):
         """Training losses since the last send; the newest ones."""
         self._waiting: tuple[deque[Decision], ...] = tuple(deque() for _ in range(num_fragments))
         """The decisions to take, by fragment, in the log's order; each holds its payloads in memory."""
-        self._first_fragment = 0  # whose turn it is
+        self._first_fragment = 0  # fragments take turns
         self._kinds = (OUTER, *settings.outer.slots)
         self._digests: list[dict[str, int]] = [{} for _ in self.rounds]
         """For each fragment the digests of Θ_p, of the slots and of the error, as they were left."""
@@ -141,7 +141,7 @@ class ElasticMembership(Membership):
         return [p for p, num_taken in enumerate(self.rounds) if not num_taken]
 
     def uncounted_fragments(self) -> Sequence[int]:
-        """The fragments with work that no payload on the way tells."""
+        """The fragments with work that is in no payload on its way."""
         return [p for p in range(len(self.rounds)) if self._has_uncounted(p)]
 
     def base(self, p: int) -> int:
@@ -191,7 +191,7 @@ class ElasticMembership(Membership):
         )
 
     def _listen(self, *, wait_for: int | None = None) -> None:
-        """Tell where this replica is, and take the news; `wait_for` is as in `Seat.step`."""
+        """Report this replica's progress, and take new decisions; `wait_for` is as in `Seat.step`."""
         applied = [(last_round, self.base(p)) for p, last_round in enumerate(self.rounds)]
         news = self.joined.seat.step(
             self.replica.num_steps,
@@ -289,10 +289,10 @@ class ElasticMembership(Membership):
         return tuple(self._merged(wait=wait))
 
     def _merged(self, *, wait: bool) -> Iterator[OuterStep]:
-        """The outer steps of `merge`, one by one: an error in the midst loses none of those before."""
+        """The outer steps of `merge`, one by one, so that an error loses none of the earlier ones."""
         end = time.perf_counter() + _MOST_SECONDS
         self._listen()
-        # Not those that come meanwhile: a replica slower than the others' decisions would never end.
+        # Decisions that come meanwhile wait: a replica slower than they come would never end.
         newest, num_taken = self._newest_rounds, sum(self.rounds)
         fragments = range(len(self._waiting))
         for p in (*fragments[self._first_fragment :], *fragments[: self._first_fragment]):
@@ -303,7 +303,7 @@ class ElasticMembership(Membership):
                     self._listen()
                     return
             while wait and (self._is_over(p) or self._is_behind(p, newest[p])):
-                if self._closed:  # all that was decided is taken: nobody will count the own offer
+                if self._closed:  # all decisions are taken: no entry will count this replica's offer
                     self._give_up(p)
                     break
                 start = time.perf_counter()
@@ -320,7 +320,7 @@ class ElasticMembership(Membership):
         return self._is_draining or self.replica.num_steps >= offer.step + offer.overlap
 
     def _is_behind(self, p: int, newest: int) -> bool:
-        """True if a fragment is not in flight, and its round `newest`, which was decided, is not taken."""
+        """True if a fragment is not in flight, and the outer step of its decided round `newest` is not taken."""
         return p not in self.in_flight and self.rounds[p] < newest
 
     def _take_waiting(self, p: int) -> Iterator[OuterStep]:
@@ -365,7 +365,7 @@ class ElasticMembership(Membership):
         replica.take(sync, average, decision.cohort, mixing)
         if counts_own:
             if self.in_flight[p].base_round < decision.round - 1:
-                # It was late: it sends with the others from now on, and not soon again, before they do.
+                # It was late: it sends its next payload together with the others, not before them.
                 self._next_send[p] = replica.num_steps + self._sync_every
             self._count(p)
         self._applied(p, decision.round)
@@ -396,7 +396,7 @@ class ElasticMembership(Membership):
                 )
 
     def _jump(self, decision: Decision, stored: StoredSnapshot, mixing: MergeRule) -> OuterStep:
-        """Take a snapshot in the place of outer steps that are long ago, and merge Θ once."""
+        """Take a snapshot in the place of outer steps whose payloads were deleted, and merge Θ once."""
         replica, p = self.replica, decision.fragment
         if self._counts_own(decision):
             self._count(p)
@@ -435,7 +435,7 @@ class ElasticMembership(Membership):
         self._take_digests(p, self._kinds)
         offer = self.in_flight.get(p)
         if offer is not None and offer.base_round < round - self.joined.rules.max_stale:
-            self._give_up(p)  # nobody may count it any more
+            self._give_up(p)  # too old: no entry may count it
 
     def _give_up(self, p: int) -> None:
         """Forget the own offer in flight; Θ − θ still holds its work."""
@@ -499,7 +499,7 @@ class ElasticMembership(Membership):
             yield from self._rest()
 
     def _flush(self) -> None:
-        """Offer every fragment with work that no payload on the way tells, unless the run is closed."""
+        """Offer every fragment whose work is in no payload on its way, unless the run is closed."""
         for p in () if self._closed else self.uncounted_fragments():
             self.send(p)
 
@@ -527,7 +527,7 @@ class ElasticMembership(Membership):
                 )
 
     def _warn_of_the_end(self) -> None:
-        """Say once that inner steps are in vain."""
+        """Warn once that the closed run counts no more inner steps."""
         if not self._has_warned:
             self._has_warned = True
             _LOG.warning("step %d: the run is closed, and counts nothing more: finish", self.replica.num_steps)
@@ -542,7 +542,7 @@ class ElasticMembership(Membership):
             self._listen()
 
     def reset_outer(self) -> None:
-        """Refuse: Θ is what the log says."""
+        """Refuse to reset Θ: the log decides it."""
         raise refusal_to_reset()
 
     def state_dict(self) -> dict[str, Any]:
@@ -587,7 +587,7 @@ class ElasticMembership(Membership):
         return accepted, ()
 
     def load(self, accepted: Mapping[str, Any]) -> None:
-        """Go on where a replica was: θ ← θ + Θ_now − Θ_then, or Θ_now where the run has counted work since then.
+        """Continue from a checkpoint: θ ← θ + Θ_now − Θ_then, or Θ_now where the run has counted work since then.
 
         The model's own parameters may be loaded before or after this: θ is moved before the next inner step ends.
         """
@@ -596,7 +596,7 @@ class ElasticMembership(Membership):
         replica.resume(accepted)
         self._tokens_before = replica.tokens
         self._next_send = list(accepted["next_send"])
-        # What was not counted yet may have been read in larger batches than this replica has declared.
+        # Tokens that were not counted yet may come from larger batches than this replica now declares.
         most = self.joined.step_tokens
         self.counted = [
             (max(tokens, replica.tokens - most * (replica.num_steps - steps)), steps)

@@ -46,17 +46,17 @@ class Call(IntEnum):
     FINISH = 3
     """The end of the run: calls follow until DONE."""
     DONE = 4
-    """All that happens in this step has happened; the value is a `Report`."""
+    """This step is over; the value is a `Report`."""
     THETA = 5
     """Send your shards of θ_p."""
     MERGE = 6
     """Receive your shards of θ_p after a merge."""
     GATHER = 7
-    """Send your shards of what all processes pass."""
+    """Send your shards of the vectors that all processes pass."""
     SCATTER = 8
-    """Receive your shards of what the first process passes."""
+    """Receive your shards of the vectors that the first process passes."""
     SHARE = 9
-    """Take the value."""
+    """The message holds a JSON value for all processes."""
     ANSWER = 10
     """A vector follows."""
 
@@ -118,7 +118,7 @@ class Inside:
         return message
 
     def together(self, call: Call, fragment: int = 0) -> None:
-        """Begin what all processes do now."""
+        """Start a call that all processes make; the first one sends it, the others check that it is this one."""
         if self.is_first:
             self.lead(call, fragment)
         else:
@@ -277,7 +277,7 @@ class GatheredParameters(FragmentParameters):
 
     @staticmethod
     def shape_in_flat(parameter: Tensor) -> torch.Size:
-        """The shape of what a flat vector holds of a parameter: the whole."""
+        """The shape of a parameter's part of a flat vector: the whole parameter."""
         return parameter.shape
 
     def sum_over_parts(self, values: Tensor) -> Tensor:
@@ -328,7 +328,7 @@ class GatheredParameters(FragmentParameters):
         return self.inside.fail_together()
 
     def _gathered(self, fragment: int, parts: Iterable[Tensor]) -> Tensor:
-        """The whole of what every process has its parts of, FP32 (N)."""
+        """A whole flat vector, gathered from the parts that every process has, FP32 (N)."""
         own_n = joined(part.cpu() for part in parts)
         if not self.inside.is_first:
             self.inside.send(own_n, 0)
@@ -343,7 +343,7 @@ class GatheredParameters(FragmentParameters):
         return whole_N
 
     def _scattered(self, fragment: int, whole_N: Tensor | None) -> list[Tensor]:
-        """This process's parts of what the first process has whole."""
+        """This process's parts of a flat vector that the first process has whole."""
         shapes = [part.shape for part in self._parts_of(fragment, self.shards(fragment))]
         if self.inside.is_first:
             assert whole_N is not None, "the first process has the whole"
@@ -494,12 +494,12 @@ class FollowingMembership(Membership):
         return self._follow() if self._call is Call.STEP else ()
 
     def finish(self, *, flush: bool, close: bool) -> tuple[OuterStep, ...]:
-        """Serve the end; what to do is what the first process was asked for."""
+        """Serve the first process until the end; the arguments that it was given decide what is done."""
         self._inside.follow(Call.FINISH)
         return self._follow()
 
     def reset_outer(self) -> None:
-        """Refuse: Θ is what the log says."""
+        """Refuse to reset Θ: the log decides it."""
         raise refusal_to_reset()
 
     def state_dict(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _SAME_PARAMETERS = (
 def exchange(
     transport: Transport, flight: Flight, check: Callable[[Flight, Mapping[int, Tensor]], None] | None = None
 ) -> Callable[[], dict[int, Tensor]]:
-    """Start to bring every member what it needs of a flight that is sealed.
+    """Start to exchange the payloads of a sealed flight between all members.
 
     A second phase follows in a thread as soon as the first is over. Where the weights are not equal, each payload
     of the first has its sender's amount behind it, and the flight's cohort is made of all of them.
@@ -88,7 +88,7 @@ class _Phase:
         others = {member: payload for member, payload in payloads.items() if member != transport.replica}
         self._own = {transport.replica: payloads[transport.replica]}
         self.amounts = {} if amount is None else {transport.replica: amount}
-        """By member the amount that its weight is in proportion to, once its payload has come."""
+        """By member the amount that sets its weight, once its payload has come."""
         self._pending = transport.start(others if amount is None else _with_amount(others, amount), tag)
         self._check = check
 
@@ -147,7 +147,7 @@ class FixedMembership(Membership):
         self.in_flight: list[Flight] = []
         """In the order in which they were sent."""
         self.weighed = [(0, 0.0)] * replica.state.num_fragments
-        """For each fragment the tokens read up to its last send, and the amount that it was weighed by."""
+        """For each fragment the tokens read up to its last send, and the amount that set its weight."""
         self.drained_step = 0
         """The last step at which `finish` merged everything that was sent."""
         self._schedule, self._due = replica.settings.schedule, Due((), ())
@@ -218,7 +218,7 @@ class FixedMembership(Membership):
         """Encode everything first, so that nothing is sent if anything can't be, in any shard of the replica."""
         replica = self.replica
         with replica.fail_together():
-            # Copies that drift apart have done so by the first send.
+            # Copies of a shard that can drift apart differ by the first send already.
             replica.parameters.check_copies(sync.fragment for sync in syncs if sync.round == 1)
             replica.check_parameters(sync.fragment for sync in syncs)
             amounts = [self._amount(sync) for sync in syncs]
@@ -238,7 +238,7 @@ class FixedMembership(Membership):
             replica.last_sent[p] = flight.sync.step
 
     def _amount(self, sync: Sync) -> float | None:
-        """The amount that this replica's outer gradient is weighed by; None with equal weights.
+        """The amount that sets the weight of this replica's outer gradient; None with equal weights.
 
         Raises:
             UserError: if no token was read since the fragment's last send.
@@ -296,7 +296,7 @@ class FixedMembership(Membership):
             )
 
     def _check_sends(self) -> None:
-        """Raise what a send has met since it was begun; shards, which fail together, do so at the merge.
+        """Raise the error of a send that has failed since it began; shards fail together, at the merge.
 
         Raises:
             NonFiniteError, UserError: if an outer gradient is not finite, or a merge was undone; it was not sent.
@@ -313,11 +313,11 @@ class FixedMembership(Membership):
             return flight.sent.result()
 
     def merge(self, syncs: Sequence[Sync], *, forget: int) -> tuple[OuterStep, ...]:
-        """Wait for everything first, so that a failure leaves all parameters as they were, in all shards.
+        """Wait for all payloads before merging, so that a failure changes no parameter in any shard.
 
         Args:
             syncs: of the flights to merge, in order.
-            forget: the step up to which no replica needs what was sent any more, not even after a resume.
+            forget: the step up to which no replica needs sent payloads any more, not even after a resume.
         """
         due = [flight for sync in syncs for flight in self.in_flight if flight.sync == sync]
         assert len(due) == len(syncs), "what is due was sent"

@@ -24,7 +24,7 @@ _MIN_ELEMENTS = 16
 
 
 class EqualGradients:
-    """Notices two replicas whose outer gradients of all fragments are equal, as independent training makes none.
+    """Notices two replicas whose outer gradients are equal in all fragments: independent training makes none.
 
     In one fragment they may be equal without that, where it has no gradients and the weights decay. Payloads too
     short to judge prove nothing, nor do those of zeros. With reduce_scatter a replica judges by its own shares.

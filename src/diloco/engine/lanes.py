@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 Start: TypeAlias = Callable[[Callable[[], Any]], "Future[Any]"]
-"""A way to do work of the host: it starts the work, and returns the future of its result."""
+"""Starts work of the host, and returns the future of its result."""
 
 
 def here(work: Callable[[], T]) -> "Future[T]":
@@ -67,7 +67,7 @@ def _fulfil(result: "Future[T]", work: Callable[[], T]) -> None:
 
 
 class DeviceLane:
-    """The place for work on the device of the parameters: training's own queue, which a CPU does at once."""
+    """The queue for work on the parameters' device: here that of training; a CPU works at once."""
 
     is_apart = False
     """True if the work is done later than it is queued, and the host must wait before it reads results."""

@@ -64,7 +64,7 @@ class OuterState:
         return vector_N
 
     def keep(self, kind: str, fragment: int) -> None:
-        """Take the vector that `use` gave, which was changed, back home."""
+        """Write the changed vector of `use` back to where it lives."""
         if not self._offload:
             return
         vector_N, _ = self._visiting[kind, fragment]
@@ -95,7 +95,7 @@ class OuterState:
     def digest(self, fragment: int, kind: str = OUTER) -> int:
         """The digest of a vector where it lives; replicas compare Θ_p by its digest."""
         if self._stream is not None:
-            self._stream.synchronize()  # what `keep` took home is there
+            self._stream.synchronize()  # `keep` may still be writing it
         return outer_digest(self._home[kind][fragment])
 
     def num_elements(self, fragment: int) -> int:
@@ -133,6 +133,6 @@ class OuterState:
         return event
 
     def _send_home_all_but(self, fragment: int) -> None:
-        """Forget the other visitors; their memory is free for others when the stream is done with it."""
+        """Drop the other fragments from the device; their memory is reused once the stream is done with it."""
         for visitor in [visitor for visitor in self._visiting if visitor[1] != fragment]:
             del self._visiting[visitor]

@@ -55,13 +55,13 @@ class Flight:
     error_N: Tensor | None = None
     """The error of error feedback that the payloads leave."""
     seal_work: Callable[[], tuple[Tensor, ...]] | None = None
-    """Makes the sealed payloads; None once they are."""
+    """Makes the sealed payloads; None afterwards."""
     sent: "Future[Callable[[], dict[int, Tensor]]] | None" = None
     """The send, which begins once it is sealed; its result waits for the payloads of all members."""
     started: float = 0.0
     """The time of its start, by `time.perf_counter`."""
     amount: float | None = None
-    """The amount that this replica's weight is in proportion to, sent behind the payload; None with equal ones."""
+    """The amount that sets this replica's weight, sent behind the payload; None with equal weights."""
     is_received: bool = False
     """True once the payloads of all members have come."""
 
@@ -195,7 +195,7 @@ class Replica:
         self._scratch = empty(max(sizes), torch.float32, self.parameters.device)
         self._averages: dict[int, Tensor] = {}
         self.samples: dict[int, Samples] = {}
-        """Elements of each fragment's last two averages, once there are two; that merged last is the last."""
+        """Elements of each fragment's last two averages, once there are two; the last merged fragment is last."""
 
     def counters(self) -> dict[str, Any]:
         """The plain values of a state that every replica has."""
@@ -209,7 +209,7 @@ class Replica:
         self.forget_averages()
 
     def forget_averages(self) -> None:
-        """Compare the next averages with none before: Θ was moved by something else than outer steps."""
+        """Start the comparison of averages anew: Θ was changed by something other than outer steps."""
         self.samples.clear()
         self._averages.clear()
 
@@ -298,7 +298,7 @@ class Replica:
 
     @contextmanager
     def naming_non_finite(self, sync: Sync) -> Iterator[None]:
-        """Name the parameter if an outer gradient was not finite when it was sealed: θ is as bad since then."""
+        """Name the parameter if an outer gradient was not finite when sealed; θ is still not finite."""
         try:
             yield
         except NonFiniteError:
@@ -399,7 +399,7 @@ class Replica:
         blocked_seconds: float = 0.0,
         cohort: Cohort | None = None,
     ) -> OuterStep:
-        """An outer step, from what makes its vectors again; see `OuterStep`."""
+        """An outer step, from functions that recompute its vectors; see `OuterStep`."""
         spans, add_up = self.parameters.spans[sync.fragment], self.parameters.group.reduce
         return OuterStep(
             sync,

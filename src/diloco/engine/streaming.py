@@ -298,7 +298,7 @@ class StreamingDiLoCo:
                 _LOG.warning(warning)
 
     _is_watched = False
-    """True while the end of this engine is to be judged; not if it was never built."""
+    """True if this engine's end will be checked for lost work; False if it was never built."""
 
     def __del__(self) -> None:
         if self._is_watched and sys.exc_info()[0] is None:  # else an error is being handled, which says more
@@ -398,7 +398,7 @@ class StreamingDiLoCo:
         return merged
 
     def reset_outer(self) -> None:
-        """Take parameters that were loaded into the model as Θ, with zeros for the outer momentum and the error.
+        """Make the parameters that were loaded into the model Θ, with zero outer momentum and error.
 
         All replicas call it after the same step, with the same parameters and nothing in flight.
 
@@ -428,7 +428,7 @@ class StreamingDiLoCo:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state, and send again what was in flight; every replica must load the same step.
+        """Load a state, and send again what was in flight; every replica must load the same step.
 
         Build the engine on parameters that all replicas share, the initial ones or Θ, and load the model's own
         after that; before or after the engine's does not matter. With nothing in flight, as after `finish()`,
@@ -519,7 +519,7 @@ class StreamingDiLoCo:
 
     @contextmanager
     def outer_parameters_applied(self) -> Iterator[None]:
-        """The model with Θ in the place of its own parameters, which it gets back.
+        """A context in which the model holds Θ; at its end the model gets its own parameters back.
 
         Evaluate in there, and save a model to ship; inner steps and the engine's state are refused.
         """
@@ -533,7 +533,7 @@ class StreamingDiLoCo:
         self._num_changes += self._count_changes() - num_changes
 
     def copy_outer_to_model(self) -> None:
-        """Leave Θ in the model for good, after `finish()`: so that whatever saves the model saves Θ."""
+        """Write Θ into the model for good, after `finish()`, so that saving the model saves Θ."""
         self._check_own_parameters("copy_outer_to_model")
         self._replica.parameters.set(self.outer_parameters())
 
@@ -542,7 +542,7 @@ class StreamingDiLoCo:
         return parameters_hash(self.outer_parameters(), gathered)
 
     def _warn_of_buffers(self) -> None:
-        """Name the buffers that differ between replicas; the warning points as the others do."""
+        """Warn of buffers that differ between replicas; the warning points to the caller of `finish`."""
         if self.settings.buffers == "own" and (self.exchange is None or self.exchange.num_replicas > 1):
             way = "" if self.exchange is None else "pass buffers='average', or "
             self._buffers.warn(f"{way}estimate them anew for Θ (torch.optim.swa_utils.update_bn)")
@@ -563,7 +563,7 @@ class StreamingDiLoCo:
         warnings.warn(message, stacklevel=3)
 
     def _warn_of_uncounted(self) -> None:
-        """Name the fragments whose last work no outer step has counted; the warning points as the other does."""
+        """Warn of fragments whose last work no outer step has counted; it points to the caller of `finish`."""
         if fragments := self._membership.uncounted_fragments():
             warnings.warn(
                 f"the outer parameters lack this replica's last work on fragments {[*fragments]}: its payloads "
@@ -581,7 +581,7 @@ class StreamingDiLoCo:
         return sum(map(changes_of, self._replica.parameters.by_name.values()))
 
     def _warn_of_the_end(self) -> None:
-        """Name the line that a loop lacks if work is lost with this engine; once, and not after its own error."""
+        """Warn once which line the loop lacks if work of this engine would be lost; not after its own error."""
         self._is_watched = False
         if self.num_steps > self._kept_steps:
             warning = (
@@ -598,7 +598,7 @@ class StreamingDiLoCo:
 
     @contextmanager
     def _fail_together(self) -> Iterator[None]:
-        """Work that is done whole, or else ends this engine, and tells the other replicas so."""
+        """A context for work that succeeds whole: an error ends this engine, and the other replicas hear of it."""
         self._check_sound()
         self._sound = False
         with self._membership.fail_together():
@@ -614,7 +614,7 @@ class StreamingDiLoCo:
             )
 
     def _check_sound(self) -> None:
-        """Refuse to use what a step that failed half-way has left."""
+        """Refuse to use the state that a half-finished step has left."""
         if not self._sound:
             raise UserError(
                 f"step {self.num_steps} failed: build a new engine and load the last state that was saved"
@@ -637,7 +637,7 @@ _WATCHED: "weakref.WeakSet[StreamingDiLoCo]" = weakref.WeakSet()
 
 @atexit.register
 def _end_with_the_program() -> None:
-    """Judge the engines that the program still holds; not if an error has ended it, which was printed."""
+    """Check the engines that the program still holds for lost work, unless an error has ended the program."""
     for engine in [*_WATCHED]:
         if engine._is_watched and getattr(sys, "last_value", None) is None:
             engine._warn_of_the_end()
@@ -645,7 +645,7 @@ def _end_with_the_program() -> None:
 
 
 def see_to_its_end(engine: StreamingDiLoCo) -> None:
-    """Have an engine end without a word: its loop finishes it, and says itself why it ends before."""
+    """Silence the warning at an engine's end: its loop finishes it, and says itself why it ends early."""
     engine._is_watched = False
 
 
@@ -678,7 +678,7 @@ def _checked_loss(loss: object) -> float | Tensor:
 
 
 def _counters(membership: Membership) -> dict[str, float]:
-    """The numbers that are at hand: counters, times, the last exchange, and the other replicas' answers."""
+    """The logs that need no computation: counters, times, the last exchange, the other replicas' answers."""
     replica, record = membership.replica, membership.replica.record
     values: dict[str, float] = {
         "num_steps": replica.num_steps,

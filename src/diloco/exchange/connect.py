@@ -151,7 +151,7 @@ class _InTheClear:
 
 def _store_of_replica_0(meeting: Meeting, timeout: timedelta) -> dist.Store:
     host, port = meeting.host_and_port
-    # torch waits between tries, longer each time, beyond its timeout.
+    # torch waits longer between tries each time, and so beyond its timeout.
     seconds = 2 * timeout.total_seconds() + SECONDS_FOR_THE_LAST_ANSWER
     try:
         return within(seconds, dist.TCPStore, host, port, wait_for_workers=False, timeout=timeout)

@@ -43,7 +43,7 @@ class LeaderExchange(WithNotices):
         self._outside = outside
         self._backends = [inside]
         self.replica, self.num_replicas = replica, num_replicas
-        # Behind the leader there are two journeys to wait for.
+        # Other processes wait for two transfers: to the leader, and from it.
         self._timeout_seconds = timeout_seconds if outside else 2 * timeout_seconds
         self.answers = outside.answers if outside else None
         """The other replicas' answers to the leader; the other processes know nothing of them."""

@@ -83,7 +83,7 @@ _SHORTEST_SECONDS = 0.1
 
 
 class Wait(Protocol):
-    """A wait for an exchange, which may be in vain."""
+    """A wait for an exchange that may never take place."""
 
     tag: Tag
 
@@ -149,7 +149,7 @@ class Notices:
 
     @contextmanager
     def finishing(self, step: int) -> Iterator[None]:
-        """Post that this replica sends nothing after a step until all have come so far."""
+        """Post that this replica sends nothing after a step, until all replicas have reached that step."""
         if self._num_processes > 1:
             deadline = time.monotonic() + _SECONDS_TO_BE_READ
             with suppress(RuntimeError):  # a store that is gone took a replica with it, whom the next wait names
@@ -258,7 +258,7 @@ _SECONDS_TO_BE_READ = 3.0
 
 
 def _readable(failure: bytes) -> str:
-    """A replica's words, without what a terminal would obey."""
+    """A replica's message, without characters that a terminal would obey."""
     return printable(failure[:_LONGEST_FAILURE].decode(errors="replace"))
 
 

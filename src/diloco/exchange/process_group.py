@@ -20,7 +20,7 @@ from diloco.exchange.transport import Channel, Tag, agree
 
 
 class Answers:
-    """The other replicas' answers, as the waits of one exchange have met them."""
+    """The times of the other replicas' answers, as seen by the waits of one exchange."""
 
     def __init__(self) -> None:
         self.heard_at: dict[int, float] = {}
@@ -184,14 +184,14 @@ _SECONDS_FOR_ITS_OWN_ERROR = 0.5
 
 
 def _end(over: "futures.Future[None]", error: Exception) -> None:
-    """Let a wait end with an error, unless it ends by itself at once."""
+    """End a wait with an error, unless it ends by itself within a moment."""
     futures.wait([over], _SECONDS_FOR_ITS_OWN_ERROR)
     with suppress(futures.InvalidStateError):
         over.set_exception(error)
 
 
 def _explained(error: str) -> str:
-    """A transport's words, after what they mean: no replica closes a connection without a notice."""
+    """A transport's error, with its meaning before it: no replica closes a connection without a notice."""
     is_closed = re.search("closed by peer|reset by peer|closed the connection|broke off|Broken pipe", error)
     return f"its process has ended, or the network has cut its connection: {error}" if is_closed else error
 

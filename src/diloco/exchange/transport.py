@@ -1,4 +1,4 @@
-"""The contracts of the exchange, what a replica alone has in their place, and messages about the run."""
+"""The contracts of the exchange, their forms for a single replica, and messages about the run."""
 
 import hashlib
 import json
@@ -213,7 +213,7 @@ class Store(Protocol):
         ...
 
     def add(self, key: str, number: int, /) -> int:
-        """Add to a number, which begins at 0; the sum."""
+        """Add to a number, which begins at 0, and return the sum."""
         ...
 
     def check(self, keys: list[str], /) -> bool:
@@ -221,7 +221,7 @@ class Store(Protocol):
         ...
 
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Write a value if the present one is the expected one, "" for none; the value that is there then."""
+        """Write a value if the present one is as expected, "" for none; returns the value that is there then."""
         ...
 
 

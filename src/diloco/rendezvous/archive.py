@@ -68,7 +68,7 @@ def open_index(data: "Buffer", number: int) -> Opened[Index]:
 
 
 def _contradiction(index: Index, number: int) -> str:
-    """The reason why nobody can read on from a state; empty if one can. A replay finds out all other lies."""
+    """The reason why nobody can read on from a state; empty if one can. A replay finds all other false values."""
     state, refs = index.state, index.state.since
     replicas = {index.author, *(c.replica for ref in refs for c in ref.body.contributions)}
     replicas |= {replica for log in state.fragments for replica in log.last_seq}
@@ -163,7 +163,7 @@ class SnapshotQueue:
         self._has_more.set()
 
     async def run(self, append: Callable[[Snapshot], None]) -> None:
-        """Upload what comes, for ever, and append the entry that says so."""
+        """Upload snapshots as they come, and append an entry for each, until cancelled."""
         while True:
             await self._has_more.wait()
             fragment = next(iter(self._waiting))

@@ -1,7 +1,7 @@
 """Check a store: races for the same name, reads after writes, latency and throughput.
 
-A log needs one thing of a store: of all who create the same name, one wins, and everybody reads its bytes from
-then on. Some stores promise it and let every racer win.
+A log needs one guarantee of a store: of all clients that create the same name, one wins, and all read its bytes
+from then on. Some stores promise it and let every racer win.
 
 The racers are clients in one process, each with connections of its own; in a directory, each request has a thread
 of its own. A race proves that the store decides between requests that overlap. It does not prove that two

@@ -229,7 +229,7 @@ class Seat(Protocol):
         wait_for: int | None = None,
         is_last: bool = False,
     ) -> News:
-        """Tell where this replica is, and take the news.
+        """Report this replica's progress, and take what the run has decided since.
 
         Args:
             num_steps: inner steps that it has taken.

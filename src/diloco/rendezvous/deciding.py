@@ -3,8 +3,8 @@
 With the quorum `majority` a replica writes the outer entry of a fragment
 
 - at once, if the payloads of all active replicas are here, another's against the same newest Θ_p among them;
-- τ inner steps after its own offer and the round's first payload, if those of more than half of them are, with
-  such a one;
+- τ inner steps after its own offer and the round's first payload, if the payloads of more than half of the active
+  replicas are here, another's against the same newest Θ_p among them;
 - `patience` inner steps later with whatever is here, its own alone included.
 
 With a number K as quorum, K payloads take the place of more than half. No entry counts fewer, however late, but
@@ -117,9 +117,9 @@ class Decider:
     def _begin(self, state: RunState, offer: Offer, here: Iterable[Contribution], step: int) -> int:
         """The inner step from which τ counts, of an own offer.
 
-        One that came too late for its round waits for the next: for it τ begins with that round's first payload.
-        Without this the late ones would decide as soon as half of the others are here, and leave out the other
-        half, which would do the same in the next round: half of a fleet in turns, twice as often, for ever.
+        An offer that came too late for its round waits for the next one, whose first payload begins its τ. Without
+        this, late replicas would decide as soon as half of the replicas are here, and leave out the other half; in
+        the next round the other half would do the same: half of a fleet in turns, twice as often, for ever.
         """
         p, newest = offer.fragment, state.fragments[offer.fragment].round
         if offer.base_round == newest or all(c.base_round != newest for c in here):
@@ -139,7 +139,7 @@ class Decider:
             )
 
     def _is_turn(self, state: RunState, p: int, parts: Sequence[Contribution]) -> bool:
-        """True if those before this replica, in an order that changes with each entry, had time to write."""
+        """True if the replicas before this one, in an order that changes with each entry, had time to write."""
         since = self._could_decide.setdefault((p, state.fragments[p].round), time.monotonic())
         order = turns(state.previous, (c.replica for c in parts))
         is_turn = time.monotonic() >= since + order.index(self._own) * self._pace.poll_seconds / 2

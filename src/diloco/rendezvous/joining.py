@@ -162,7 +162,7 @@ async def _number_of_joined(log: Log, signer: Signer, wish: Wish, url: str) -> i
 
 
 def _refusal(state: RunState, signer: Signer, url: str) -> str:
-    """The refusal of a replica for which there is a remedy; empty for others."""
+    """The sentence for a refusal that the user can mend; empty for others."""
     if state.closed:
         return (
             f"the run refuses this replica: it joins a run that has ended: diloco export {url} writes its outer "

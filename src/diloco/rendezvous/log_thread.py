@@ -71,7 +71,7 @@ class Delivery:
         self._queue.put_nowait((author, ref))
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
-        """Deliver for ever.
+        """Hand outer steps over until cancelled.
 
         Raises:
             LogError: if the content of an outer step is not what its entry counts.
@@ -262,7 +262,7 @@ class LogThread:
         self._watched: set[int] = set()
         self._decider = Decider(own, pace)
         self._closes_at: float | None = None
-        """Time at which this replica closes the run, whoever has not left; None while it does not end the run."""
+        """Time at which this replica closes the run, even if others have not left; None before it ends the run."""
         self._tasks: asyncio.TaskGroup | None = None
 
     @property

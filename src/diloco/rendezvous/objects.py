@@ -84,7 +84,7 @@ class Header(Claim):
     """For each share the SHA-256 of its payload."""
 
     def __post_init__(self) -> None:
-        """Refuse lists of two lengths, and a norm that no entry may hold."""
+        """Refuse lists of different lengths, and a norm that no entry may hold."""
         if len(self.norms) != len(self.sha256):
             raise ValueError(f"{len(self.norms)} norms and {len(self.sha256)} digests")
         if self.norm > MOST_NORM:
@@ -267,7 +267,7 @@ def body_tensor(body: memoryview) -> Tensor:
 
 
 class _Writable:
-    """Memory that NumPy takes for writable: of memory that is not, torch makes a tensor only with a warning."""
+    """The memory, declared writable: torch warns where it makes a tensor of read-only memory."""
 
     def __init__(self, array: np.ndarray) -> None:
         address, _ = array.__array_interface__["data"]

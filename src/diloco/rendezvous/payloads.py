@@ -64,7 +64,7 @@ class Access:
 
 
 class Memory:
-    """Bounds the memory of payloads, and that of their values; of each, what came first is given up first.
+    """Bounds the memory of payloads, and that of their values; in each, the oldest is given up first.
 
     A payload that is given up is downloaded again; values that are given up are decoded again.
 
@@ -323,7 +323,7 @@ class Outbox:
         self._queue.put_nowait((offer, payloads, values_N))
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
-        """Upload what comes, several at a time."""
+        """Upload outer gradients as they come, several at a time."""
         while True:
             tasks.create_task(self._upload(*await self._queue.get()))
 
@@ -506,12 +506,12 @@ class Averager:
         return self._taken(stored, received + stored.data.numel())
 
     def _taken(self, average: Payload, received: int, sent: int = 0) -> Content:
-        """The content of one share, after so many bytes were received and sent for it."""
+        """The content of one share, with the bytes that were received and sent for it."""
         self._inbox.memory.keep_values(average)
         return Content(averages=(average,), bytes_received=received, bytes_sent=sent)
 
     async def _contributed(self, ref: OuterRef, part: Contribution, share: int) -> tuple[Header, Tensor] | None:
-        """A member's header and its payload of a share; None if it is left out, since it can't be had."""
+        """A member's header and its payload of a share; None if no sound payload can be had: it is left out."""
         arrived = self._inbox.arrived(ref, part)
         if arrived is not None and arrived.own:
             return arrived.header, arrived.own[share].data

@@ -87,7 +87,7 @@ def exchange(
     bytes_up = num_payloads * payload_bytes
     if num_shares == 1:
         return Traffic(creates=creates, gets=gets, bytes_up=bytes_up, bytes_down=others * bytes_up)
-    averaged = num_payloads - num_steps  # who averages a share has its own
+    averaged = num_payloads - num_steps  # a replica that averages a share has its own payload of it
     return Traffic(
         creates=creates + num_shares * (num_payloads + num_steps),
         gets=gets + num_shares * (averaged + others * num_steps),

@@ -177,7 +177,7 @@ class Counted:
     sizes: list[int] = field(default_factory=list)
     """Bytes of each payload that was checked; 0 for the header of one that is cut into shares."""
     notes: list[str] = field(default_factory=list)
-    """Sentences on what looks strange, and is possible."""
+    """Sentences on what is strange, and still valid."""
     memory: Memory = field(default_factory=lambda: Memory(0, _VALUES_BYTES))
     """The bound of the values that are kept for the average; others are decoded again."""
 
@@ -473,7 +473,7 @@ class Replay:
         self.checked.indexes += 1
 
     async def _start(self, counted: Counted) -> None:
-        """Find the round from which each fragment's outer steps can be taken again, and Θ_p after it."""
+        """Find the round after which each fragment's outer steps can be repeated, and Θ_p after it."""
         parameters = self._initial(self.facts)
         initial = None if parameters is None else self._run_facts.flat(parameters)
         for p, log in enumerate(self.state.fragments if self._outer is not None else ()):

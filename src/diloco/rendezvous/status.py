@@ -30,7 +30,7 @@ class Life:
     """left: it left, or was active until the run was closed; died: it became inactive without leaving; replaced: a
     process of its name joined while it was active."""
     counted: list[int] = field(default_factory=list)
-    """The outer steps that it was in, from 1."""
+    """The outer steps that counted it, from 1."""
 
 
 @dataclass(kw_only=True)
@@ -114,11 +114,11 @@ class ReplicaStatus:
     steps: int
     """Counted inner steps, on average over the fragments."""
     counted: int
-    """Number of the last outer steps in which it was."""
+    """Number of the last outer steps that counted it."""
     staleness: float | None
     """Rounds between the base of its payloads and the Θ that they updated, on average over the last ones."""
     lag: int
-    """Outer steps since it was last in one, or joined."""
+    """Outer steps since one counted it last, or since it joined."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """A store: named objects that are written once, in a directory, or in a bucket of S3, GCS, Azure or Hugging Face.
 
-Trouble that passes is retried here, with jitter, so that nobody else needs to. A request whose answer was lost may
+Passing failures are retried here, with jitter, so that no caller needs to. A request whose answer was lost may
 have been carried out, and a store that says "it exists" may mean a write in progress: after either, the object is
 read.
 """
@@ -87,7 +87,7 @@ class StoreUnreachableError(StoreError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, with the store's own code instead of the body that stands in it."""
+    """The first line of an error's text, without the answer's body, and with the store's own code."""
     text = str(error)
     line = text.partition("\n")[0].partition(": <")[0].strip().rstrip(":")
     if (code := _code(text)) and code not in line:
@@ -96,7 +96,7 @@ def first_line(error: BaseException) -> str:
 
 
 def lasting(error: Exception, *, url: str, action: str, answered: bool) -> StoreError | None:
-    """The error to raise for a failure that another try would not mend; None for one that it may.
+    """The error to raise for a failure that another try would not mend; None where another try may mend it.
 
     Args:
         error: the client library's.
@@ -171,7 +171,7 @@ MOST_BYTES_AT_ONCE = 1 << 25
 class Turns:
     """The large objects on their way to a store, or from it.
 
-    All together they would share a slow link's rate until the time of each was over, and begin again for ever.
+    Sent all at once, they would share a slow link's rate until each was out of time, and begin again for ever.
     """
 
     def __init__(self) -> None:
@@ -495,7 +495,7 @@ class Store:
             except _Again:
                 pass
             try:
-                # An attempt whose answer was lost has succeeded, or somebody else's.
+                # Our attempt, whose answer was lost, has succeeded, or somebody else's has.
                 there = await self._get(name, max(MOST_ENTRY_BYTES, num_bytes), retry)
                 if there is not None:
                     return None if _same(there, parts, num_bytes) else bytes(there)
@@ -633,7 +633,7 @@ class _Again(Exception):  # noqa: N818
 
 
 class _Retry:
-    """The pauses between the attempts at one thing, and when they end; the store knows of it in a context."""
+    """The attempts at one request, with pauses, until patience is over; as a context, it is known to the store."""
 
     def __init__(self, store: Store, action: str, patience_seconds: float) -> None:
         self.action = action
@@ -699,7 +699,7 @@ async def _aside(function: Callable[[], T]) -> T:
     if not _THREADS.acquire(blocking=False):
         raise OSError(errno.EAGAIN, "too many threads wait for the file server")
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # who does not wait any more can't cancel it
+    future.set_running_or_notify_cancel()  # a caller that gave up can't cancel it
 
     def run() -> None:
         try:

@@ -121,7 +121,7 @@ class StoreRendezvous:
 
     @property
     def start(self) -> int:
-        """The tokens after its slot's beginning at which this replica starts: earlier holders have read those."""
+        """The place in its slot, in tokens, at which this replica starts: earlier holders have read up to it."""
         return self.state.members[self.replica].start
 
     @property
@@ -269,7 +269,7 @@ class StoreRendezvous:
 
 
 class _StoreSeat:
-    """The place of one replica in the run of a store: what its engine asks and tells.
+    """The place of one replica in the run of a store, as its engine uses it.
 
     Args:
         store: the run's.
@@ -366,7 +366,7 @@ class _StoreSeat:
         log_thread.overlap_seconds = 0.0  # look often: the training thread waits
 
         def is_here() -> bool:
-            """Take what has come, since no more than a few decisions may wait."""
+            """Take the decisions that have come, since only a few may wait; true once the awaited one is here."""
             decisions.extend(log_thread.taken())
             fragments = {decision.fragment for decision in decisions}
             return bool(fragments if fragment == -1 else fragment in fragments)

@@ -6,7 +6,7 @@ other. A frame is a header, and for a part of a message its bytes:
     READY  tag, length          the receiver has memory for a message of this length
     PART   tag, offset, length  a part of it, at most 1 MiB, so that a READY never waits long behind a message
 
-Bytes that nobody has asked for end the link: a peer can fill no memory but what a receive has set aside for it.
+Bytes that were not asked for end the link: a peer can fill only memory that a receive has set aside.
 """
 
 import ssl
@@ -114,7 +114,7 @@ class Link:
             if self._error is not None:
                 return
             self._error = reason
-            # The sender itself ends the one it sends: the other end may have it all, and be gone already.
+            # The sending thread ends its own message: the other end may have all of it, and be gone already.
             pending = [operation for operation in self._sending if operation is not self._current]
             for queues in (self._receives, self._sends):
                 pending += [operation for queue in queues.values() for operation in queue]

@@ -61,7 +61,7 @@ class Board(ABC):
         return self._answer(Request("get", key), bytes)
 
     def add(self, key: str, number: int, /) -> int:
-        """Add to a number, which begins at 0; the sum."""
+        """Add to a number, which begins at 0, and return the sum."""
         return self._answer(Request("add", key, number=number), int)
 
     def check(self, keys: Sequence[str], /) -> bool:
@@ -69,7 +69,7 @@ class Board(ABC):
         return all(self._answer(Request("check", key), bool) for key in keys)
 
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Write a value if there is none yet; the value that then is there."""
+        """Write a value unless there is one; returns the value that is there then."""
         assert not expected, "only the first value is ever compared"
         return self._answer(Request("compare_set", key, value.encode()), bytes)
 
@@ -126,7 +126,7 @@ class OwnBoard(Board):
         self._num_bytes = others + len(value)
 
     def serve(self, connection: ssl.SSLSocket) -> None:
-        """Answer the requests of one process until it leaves, or asks for what makes no sense."""
+        """Answer the requests of one process until it leaves, or sends an invalid request."""
         try:
             while True:
                 request = _REQUESTS.decode(_receive(connection, _MOST_REQUEST_BYTES))
@@ -328,7 +328,7 @@ class EncryptedBackend:
 
 
 def _expect(door: Door, purpose: str) -> "list[SimpleQueue[ssl.SSLSocket]]":
-    """Let the two connections of a process come in."""
+    """Accept the two connections of another process."""
     queues: list[SimpleQueue[ssl.SSLSocket]] = []
     for direction in _DIRECTIONS:
         queues.append(SimpleQueue())

@@ -41,11 +41,11 @@ _MOST_BYTES = 1 << 14
 
 
 class ForgedError(FileError):
-    """A signature is missing, or was not made with the key that it should be of."""
+    """A signature is missing, or was made with another key than it should be."""
 
 
 class Signer:
-    """The holder of a replica's key; without one, in a run that trusts everybody who can write to the store.
+    """Signs with a replica's key; without a key, in a run that trusts all who can write to its store, not at all.
 
     Args:
         key: the private key.

@@ -19,7 +19,7 @@ from diloco.schema import converted, decoded
 
 
 class LostEntryError(LogError):
-    """The store has not the entry that it had, or what lies in its place is none."""
+    """The store lacks an entry that it had, or holds something else in its place."""
 
 
 FOR_EVER = float("inf")
@@ -176,7 +176,7 @@ class Log:
         await self._check_there(self.state.number - 1, self.state.previous)
 
     async def check_mounted(self) -> None:
-        """The same for a directory: what was written below a mount point is gone when the mount is back."""
+        """Do so in a directory: an entry that was written below a mount point is gone once the mount is back."""
         if self._store.is_directory:
             await self.check_there()
 
@@ -229,7 +229,7 @@ async def stored_entry(store: Store, number: int, *, patience_seconds: float = 6
 
 @contextmanager
 def _naming(number: int) -> Iterator[None]:
-    """A context in which what can't be an entry is an error of the log."""
+    """A context in which bytes that can't be an entry raise an error of the log."""
     try:
         yield
     except BadObjectError as error:

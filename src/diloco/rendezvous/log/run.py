@@ -138,7 +138,7 @@ class Losses:
     """For each part the sum of its losses, and their number."""
 
     def plus(self, losses: Sequence[float], num_outer: int) -> "Losses":
-        """These and those of the outer step after the first `num_outer`."""
+        """These losses, and those of the outer step after the first `num_outer`."""
         every, parts = self.every, list(self.parts)
         if num_outer == every * _MOST_PARTS:
             pairs = zip(parts[::2], parts[1::2], strict=True)
@@ -147,7 +147,7 @@ class Losses:
         return Losses(every=every, parts=(*parts, (total + sum(losses), count + len(losses))))
 
     def fit(self, num_outer: int) -> bool:
-        """True if they are those of so many outer steps."""
+        """True if these can be the losses of a number of outer steps."""
         return len(self.parts) == -(-num_outer // self.every) <= _MOST_PARTS
 
     def curve(self, num_outer: int) -> tuple[tuple[int, float], ...]:
@@ -218,7 +218,7 @@ class RunState:
     """Tokens of all contributions."""
     losses: Losses = Losses()
     written: dict[Count, Written] = field(default_factory=dict)
-    """By the number of replicas that were active: what they have read does not change when they leave."""
+    """Entries by the number of replicas that were active when they were written, and read them."""
     finished: bool = False
     """True if a replica has left because the token budget is spent: the others take no more inner steps."""
     closed: tuple[Checksum, ...] = ()
