@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class DilocoError(Exception):
-    """Something that can be expected to go wrong; its message is one sentence that says what to do."""
+    """An expected failure; its message is one sentence that says what to do."""
 
     exit_code: int = 1
     """Exit code of a command that ends with this error."""

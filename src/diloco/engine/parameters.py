@@ -43,7 +43,7 @@ INITIAL = "initial parameters (SHA-256)"
 
 
 class Masters(Protocol):
-    """The way to weights that an optimizer updates in the place of the model's parameters: they are θ then.
+    """Access to weights that an optimizer updates in the place of the model's parameters; they are θ then.
 
     Every process of a replica calls both methods for the same parameters in the same order.
     """
@@ -56,7 +56,7 @@ class Masters(Protocol):
         ...
 
     def write(self, masters: Mapping[str, Tensor]) -> None:
-        """Take what a merge made of masters, by name, and give the model's parameters their new values."""
+        """Take masters that a merge has changed, by name, and give the model's parameters the new values."""
         ...
 
 

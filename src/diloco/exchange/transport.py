@@ -112,7 +112,7 @@ class Transport(Protocol):
     def finishing(self, step: int) -> AbstractContextManager[None]:
         """A context in which the replica waits for the others to reach its last step.
 
-        A replica that waits meanwhile for something that is sent after a later step can stop: it never comes.
+        Meanwhile, a replica that waits for a payload of a later step ends its wait: that payload never comes.
         """
         ...
 

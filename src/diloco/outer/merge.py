@@ -39,7 +39,7 @@ class Past:
 
 
 class MergeRule(ABC):
-    """A pure function of θ and Θ; one of one's own is a frozen dataclass below this class."""
+    """A pure function of θ and Θ; derive a frozen dataclass from this class for a rule of your own."""
 
     needs_previous: bool = False
     """True if `merge` reads the Θ from before the outer step, which the engine keeps for it then."""

@@ -53,7 +53,7 @@ class FragmentState:
 class OuterRule(ABC):
     """The outer step; it holds settings only, and the engine keeps its vectors.
 
-    A rule of one's own is a frozen dataclass below this class, whose fields are its settings.
+    For a rule of your own derive a frozen dataclass from this class; its fields are the settings.
     """
 
     slots: tuple[str, ...] = ()

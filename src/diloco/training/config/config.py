@@ -175,7 +175,8 @@ class OptimizerConfig:
     learning_rate: float = field(default=2e-3, metadata=trait(column=True, begins_a_phase=True))
     """Peak of the learning rate, reached at the end of the warm-up."""
     beta1: float = 0.9
-    """Decay of the first moment; of schedule_free, the share of the average in the point of the gradient."""
+    """Decay of the first moment; with schedule_free, the average's share in the point where gradients are
+    taken."""
     beta2: float = 0.99
     """Decay of the second moment."""
     epsilon: float = 1e-8
@@ -183,7 +184,7 @@ class OptimizerConfig:
     momentum: float = 0.95
     """Momentum of muon and sgd."""
     nesterov: bool = True
-    """Nesterov's form of that momentum."""
+    """Use Nesterov's form of `momentum`."""
     ns_steps: int = 5
     """Newton-Schulz iterations with which muon orthogonalizes an update."""
     weight_decay: float | None = None
@@ -195,7 +196,7 @@ class OptimizerConfig:
     schedule: Literal["cosine", "wsd"] = field(default="cosine", metadata=trait(begins_a_phase=True))
     """After the warm-up: a cosine, or wsd (warm-up, stable, decay), which stays at the peak until the decay."""
     decay_fraction: float = field(default=0.2, metadata=trait(begins_a_phase=True))
-    """Share of the run's steps, the last ones, in which wsd decays; cosine has no use for it."""
+    """Share of the run's steps, the last ones, in which wsd decays; without effect on cosine."""
     final_fraction: float = field(default=0.05, metadata=trait(begins_a_phase=True))
     """Learning rate at the last step, as a fraction of the peak."""
     start_step: tyro.conf.Suppress[int] = field(default=0, metadata=trait(own_with_rendezvous=True))
@@ -203,7 +204,7 @@ class OptimizerConfig:
     start_rate: tyro.conf.Suppress[float] = field(default=0.0, metadata=trait(own_with_rendezvous=True))
     """Learning rate at that step, from which the warm-up rises."""
     clip_norm: float = 1.0
-    """Largest gradient norm of a replica."""
+    """Norm to which a larger gradient of a replica is scaled down."""
     z_loss: float = 1e-4
     """Weight of (log Z)² in the training loss."""
 
@@ -268,9 +269,9 @@ class ElasticConfig:
 
     quorum: Literal["majority", "all"] | int | None = None
     """majority: an outer step waits for all active replicas until t + τ, then for the majority until t + τ +
-    patience, and then for nobody. A number: from t + τ on it waits for so many, or for all active ones where they
-    are fewer. all: it waits for all, as in a fixed group, and once the run has begun a replica comes back from its
-    checkpoint only. None is the run's, or majority."""
+    patience, and then for nobody. A number: from t + τ on it waits for that many replicas, or for all active ones
+    where they are fewer. all: it waits for all, as in a fixed group; a replica can come back only from its
+    checkpoint. None is the run's, or majority."""
     patience: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
     """Inner steps after t + τ in which a decision still waits for the majority; None is sync_every."""
     weights: Literal["tokens", "tokens_squared_per_step"] | None = None
@@ -281,8 +282,8 @@ class ElasticConfig:
     """Shares into which reduce_scatter cuts a fragment, each averaged by one replica: about as many as there are
     replicas. None is the run's, or 16."""
     num_slots: int | None = None
-    """Parts of the text, of which each replica reads one, and so the most replicas that are active at once; None
-    is the run's, or 64."""
+    """Parts of the text; each active replica reads one, so that at most this many are active. None is the run's,
+    or 64."""
     max_local_steps: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
     """Inner steps without the store, after which this replica stops; None is 50 · sync_every."""
 
@@ -321,7 +322,7 @@ class EvaluationConfig:
     num_tokens: int = field(default=262_144, metadata=trait(own_with_rendezvous=True))
     """Largest number of held-out tokens to evaluate on."""
     batch: int = field(default=16, metadata=trait(may_change_on_resume=True))
-    """Sequences a forward pass."""
+    """Sequences per forward pass."""
 
     def __post_init__(self) -> None:
         """Refuse values with which nothing can be evaluated."""
@@ -336,49 +337,50 @@ _MOST_PROCESSES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A run."""
+    """The config of a run."""
 
     recipe: tyro.conf.Suppress[str] = field(default="", metadata=trait(incidental=True))
-    """The recipe it was made from."""
+    """Name of the recipe that made this config."""
     name: str = field(default="", metadata=trait(incidental=True))
-    """The run's directory below `runs`; left out, the recipe's name and the time. With a rendezvous it is the
-    replica's own, and the name by which the others know it: a later process of that name takes its place."""
+    """Name of the run's directory below `runs`; left out, the recipe's name and the time. With a rendezvous also
+    the name by which other replicas know this one: a later process of the same name takes its place."""
     runs: Path = field(default=Path("runs"), metadata=trait(incidental=True, own_to_a_replica=True))
     """Directory of all runs."""
     method: Method = field(default="streaming_overlapped_fp4", metadata=trait(planned=True))
-    """Preset of the DiLoCo settings that are left out; data_parallel exchanges gradients at every step instead."""
+    """Preset of the DiLoCo settings that are left out; data_parallel averages gradients at every step instead."""
     num_replicas: int = field(default=2, metadata=trait(column=True))
-    """M, how many replicas train; they are local processes, or under torchrun those of its world. With a
-    rendezvous a command starts one replica, and M, by default 1, must have joined before the first step."""
+    """M, number of replicas: local processes, or under torchrun those of its world. With a rendezvous a command
+    starts one replica, and training begins once M replicas, by default 1, have joined."""
     rendezvous: str | None = field(default=None, metadata=trait(own_to_a_replica=True, may_change_on_resume=True))
     """Directory or bucket in which replicas that come and go meet: a path, s3://bucket/prefix, gs://…, az://… or
-    hf://…. The first command creates the run there, and others join it at any time, each as one replica under its
-    name: by this, `name` and the text alone, without a recipe, they take the run's settings."""
+    hf://…. The first command creates the run there. Others join at any time, each as one replica; they name this
+    field, `name` and the text, and take all other settings from the run."""
     replica_batch: int | None = field(
         default=None, metadata=trait(own_to_a_replica=True, may_change_on_resume=True)
     )
-    """Sequences a step of this replica, all shards together, with a rendezvous; None is global_batch /
-    num_replicas."""
+    """Sequences per step of this replica, all its processes together; only with a rendezvous. None is global_batch
+    / num_replicas."""
     shards_per_replica: int = field(default=1, metadata=trait(may_change_on_resume=True))
-    """S, processes over which each replica is sharded (FSDP2), of M·S those in a row, with a rendezvous all that a
-    command starts."""
+    """S, processes over which each replica is sharded (FSDP2): S consecutive ranks of M·S; with a rendezvous all
+    processes of a command."""
     tensor_parallel: int = field(default=1, metadata=trait(may_change_on_resume=True))
-    """Processes, of the S, that compute on the same sequences, each with its part of every matrix: S is a multiple
-    of it, and so are the model's heads. FSDP2 shards over the others."""
+    """T, processes that compute on the same sequences, each with its part of every matrix. S and the model's
+    number of heads are multiples of T; FSDP2 shards over S/T."""
     ddp_per_replica: int = field(default=1, metadata=trait(may_change_on_resume=True))
-    """Copies of each replica's parameters, which share its batch: processes (DistributedDataParallel inside the
-    replica), or with shards_per_replica as many times S processes (HSDP)."""
+    """D, copies of each replica's parameters, which share its batch: D processes (DistributedDataParallel inside
+    the replica), or with shards_per_replica D·S (HSDP)."""
     seed: int = field(default=0, metadata=trait(column=True))
     """Seed of the initial parameters and of the order of the data."""
     num_tokens: int = field(metadata=trait(column=True, begins_a_phase=True))
     """Token budget of the whole run, over all replicas: whole steps of global_batch · sequence_length. The command
     `train` takes 1e6, 1M or 20x (times the parameters), too, and rounds to whole steps."""
     global_batch: int = field(metadata=trait(column=True))
-    """Sequences a step over all replicas; a multiple of the number of processes."""
+    """Sequences per step over all replicas; a multiple of the number of processes."""
     micro_batch: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
-    """Sequences a forward pass of one process, gradients accumulated; None is its whole share of the batch."""
+    """Sequences per forward pass of one process; gradients add up over passes. None is its whole share of the
+    batch."""
     sequence_length: int
-    """Tokens a sequence."""
+    """Tokens per sequence."""
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig, metadata=trait(own_to_a_replica=True))
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -421,7 +423,8 @@ class TrainConfig:
     publish_every: int = field(
         default=1, metadata=trait(incidental=True, own_to_a_replica=True, may_change_on_resume=True)
     )
-    """Rounds of all fragments, with data_parallel steps, between two versions; the last one is that of the end."""
+    """Rounds of all fragments, or steps with data_parallel, between two published versions; the end has one,
+    too."""
     log_layer_cosine: bool = field(default=False, metadata=trait(own_with_rendezvous=True))
     """Log the cosine between replicas' outer gradients for every block, not only for every fragment."""
 
@@ -487,7 +490,7 @@ class TrainConfig:
 
     @property
     def process_batch(self) -> int:
-        """Sequences a step of one process."""
+        """Sequences per step of one process."""
         return (self.replica_batch or self.global_batch // self.num_replicas) // self.readers_per_replica
 
     @property
