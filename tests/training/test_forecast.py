@@ -104,7 +104,7 @@ def test_the_tensors_that_a_pass_keeps_are_counted(precision: str, least: float)
 
 @pytest.mark.parametrize(("scale", "measured"), [("35m", 19.50 * GB), ("550m", 108.31 * GB)])
 def test_the_estimate_is_close_to_what_was_measured_on_a_gpu(scale: str, measured: float):
-    """docs/results/gpu/throughput.csv: 32 sequences of 2,048 tokens, not compiled, forward to AdamW."""
+    """docs/results/gpu.md: 32 sequences of 2,048 tokens, not compiled, forward to AdamW."""
     config = replace(recipe(scale), method="data_parallel", num_replicas=1, micro_batch=32, precision="bf16")
     config = replace(config, model=replace(config.model, vocab_size=32_768))
     assert 1 <= device_bytes(config) / measured < 1.05
