@@ -1,33 +1,66 @@
-"""The bill of a run in a store, by list prices.
+"""The bill of a run in a store, by list prices, those of prices.toml or of a user's file.
 
 They leave out storage, free tiers, discounts and taxes, and what the replicas' own providers take for egress.
 """
 
 import math
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from diloco.errors import FileError
+from diloco.schema import converted, read_bytes
+
+_Price = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """The prices of a store's provider, in US dollars."""
+    """The prices of a store, in US dollars."""
 
     name: str
-    per_million_creates: float
+    cloud: str = ""
+    """Its provider; traffic with machines in the same cloud is free."""
+    per_million_creates: _Price
     """The price of a million requests PUT and LIST."""
-    per_million_gets: float
-    per_gb_down: float
+    per_million_gets: _Price
+    per_gb_down: _Price
     """The price of 10⁹ bytes that leave the provider's region."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PriceTable:
+    """The prices of several stores."""
+
+    date: str
+    """Year and month in which they were read."""
+    stores: tuple[Prices, ...]
+
+
+def read_prices(path: Path | None = None) -> PriceTable:
+    """The price table of a TOML file; None is our own.
+
+    Raises:
+        FileError: if it is no such file, naming what is wrong.
+
+    >>> [store.name for store in read_prices().stores]
+    ['S3', 'R2']
+    """
+    path = path or Path(__file__).with_name("prices.toml")
+    try:
+        values = tomllib.loads(read_bytes(path, most_bytes=1 << 20).decode())
+    except ValueError as error:
+        raise FileError(f"{path} can't be read: {error}") from error
+    return converted(values, PriceTable, source=str(path))
+
+
+PROVIDERS = read_prices().stores
+S3, R2 = PROVIDERS
 _BYTES_OF_A_SHARE_IN_A_HEADER = 90
 """Length of a share's digest and norm in a header."""
-
-
-# S3 Standard in us-east-1, the first 10 TB a month to the internet: https://aws.amazon.com/s3/pricing/, 2026-11.
-S3 = Prices(name="S3", per_million_creates=5.0, per_million_gets=0.4, per_gb_down=0.09)
-# Class A and Class B operations: https://developers.cloudflare.com/r2/pricing/, 2026-11.
-R2 = Prices(name="R2", per_million_creates=4.5, per_million_gets=0.36, per_gb_down=0.0)
-PROVIDERS = (S3, R2)
 
 
 @dataclass(frozen=True, kw_only=True)
