@@ -27,14 +27,14 @@ def live(
     Args:
         url: of the run.
         name: of the replica.
-        first: the step after which requests and outer steps count; 0 counts the join, too, which waits for snapshots
-            and half of the rounds until the next ones.
+        first: the step after which requests and outer steps count; 0 counts the join, too, which waits for
+            snapshots and half of the rounds until the next ones.
         last: the last step.
         variables: the environment that leads to the store.
         settings: combine, and those of `StoreRendezvous`.
 
     Returns:
-        creates, gets, bytes_up, bytes_down, seconds and the contributors of each outer step, from `first` to `last`.
+        creates, gets, bytes_up, bytes_down, seconds and each outer step's contributors, from `first` to `last`.
     """
     torch.set_num_threads(1)
     os.environ.update(variables)

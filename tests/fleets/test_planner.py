@@ -119,7 +119,7 @@ def test_the_constraints_that_bind():
     impossible = task(HOME, deadline_hours=0.5)
     assert answer(impossible).plan is None
     assert {one.name for one in explain(impossible, None)} == {"machines", "deadline"}
-    assert "memory" in names(task(replace(HOME, memory_gib=1.0), RENTED, deadline_hours=0.5))
+    assert "memory" in names(task(replace(HOME, memory_gib=1.0), RENTED, deadline_hours=2))
     slow = task(replace(HOME, up_mbit_s=2.0, down_mbit_s=1e3), num_params=1e9, deadline_hours=150)
     assert names(slow)[0] == "uplink"
 

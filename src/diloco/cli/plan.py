@@ -13,7 +13,7 @@ import tyro
 
 from diloco.cli._command import call, changes, flags, spelled
 from diloco.errors import UserError
-from diloco.fleets.planner import FleetTask, answer
+from diloco.fleets.planner import FleetPlan, FleetTask, answer
 from diloco.fleets.planner import explain as binding
 from diloco.rendezvous.prices import read_prices
 from diloco.report.terminal.fleets import fleet_plan_json, fleet_plan_parts
@@ -86,8 +86,8 @@ def _plan_described(
     between its replicas are timed first, here or, under torchrun, on several machines. With --link, the link is as
     given, and one replica has this machine to itself; so it is, with the recipe laptop, where nothing is given.
 
-    With --fleet FLEET.toml [--budget-dollars N] [--deadline-hours N] [--explain] [--picture DIR] [--prices FILE] and
-    none of the flags below but --json, the machines of a fleet are chosen, too, within a budget and a deadline.
+    With --fleet FLEET.toml [--budget-dollars N] [--deadline-hours N] [--explain] [--picture DIR] [--prices FILE]
+    [--json] and none of the flags below, the machines of a fleet are chosen, too, within a budget and a deadline.
 
     Args:
         size: The model.
@@ -144,8 +144,8 @@ def _plan_fleet(
     deadline alone, the fewest dollars, where a higher loss counts as the compute that would make up for it.
 
     Args:
-        fleet: TOML file with num_params, step_tokens, and for each kind of machine a [[machines]] with name, count,
-            step_seconds or flops_per_second, up_mbit_s, down_mbit_s, dollars_per_hour, hours_between_failures, …
+        fleet: TOML file with num_params, step_tokens, and for each kind of machine a [[machines]] with name,
+            count, step_seconds or flops_per_second, up_mbit_s, down_mbit_s, dollars_per_hour, and others.
         budget_dollars: The most that machines, requests and egress may cost.
         deadline_hours: The longest that the run may take.
         explain: Name the constraints that bind, and the best plan with twice as much of each.
@@ -164,8 +164,7 @@ def _plan_fleet(
     if json:
         print(fleet_plan_json(best, relaxations, flags=_words))
     else:
-        command = "diloco train RECIPE"
-        show(fleet_plan_parts(best, relaxations, command=command, flags=_words))
+        show(fleet_plan_parts(best, relaxations, command=_train, flags=_words))
         if best.plan is not None:
             show([_recipes_sentence(task.fleet.num_params)])
     if picture is not None:
@@ -173,6 +172,11 @@ def _plan_fleet(
 
         for path in draw_pareto(best.pareto, picture):
             print(path, file=sys.stderr if json else sys.stdout)
+
+
+def _train(plan: FleetPlan) -> str:
+    """The words that start a replica, or a fixed group."""
+    return "diloco train RECIPE" + ("" if plan.store is None else " --rendezvous s3://BUCKET/run --name NAME")
 
 
 def _recipes_sentence(num_params: float) -> str:

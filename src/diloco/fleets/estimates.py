@@ -1,4 +1,4 @@
-"""Closed forms of a run on a fleet in its steady state: tokens and dollars per hour, in a store and as a fixed group.
+"""Closed forms of a run on a fleet in its steady state: tokens and dollars per hour, in a store and in a group.
 
 In a store nobody waits. A machine of a kind is there for the part a = U / (U + R + J) of the time, with U between
 failures, R until it is repaired and J to read Θ; each failure loses what the replica has not sent, half of H steps
@@ -151,7 +151,7 @@ def in_a_group(run: FleetRun) -> Forecast:
 def simulated(run: FleetRun, *, is_in_store: bool, seed: int = 0) -> Forecast:
     """The same by the event simulation: of 100 outer steps of each fragment, or of 100 failures of a fixed group.
 
-    In a store 50 outer steps of each fragment come before, which do not count: at the start nothing is counted yet.
+    In a store 50 outer steps of each fragment come before them: at the start nothing is counted yet.
 
     Args:
         run: the fleet and its settings.
@@ -233,7 +233,7 @@ def _part_paid(run: FleetRun, kind: Machines) -> float:
 
 
 def _lost_seconds(run: FleetRun, kind: Machines) -> float:
-    """The compute time that a failure loses, on average: min(x, C u) with u uniform has the mean x − x² / (2 C)."""
+    """The compute time that a failure loses: the mean of min(x, C u) with u uniform is x − x² / (2 C)."""
     if kind.notice_seconds >= run.num_fragments * _mbit(run) / kind.up_mbit_s:
         return 0.0
     unsent = (run.sync_every / 2 + run.overlap_steps / 2) * kind.mean_step_seconds

@@ -1,8 +1,8 @@
 """The machines and settings of a run: the best within a budget, a deadline, or both, and all that nothing beats.
 
-1. Every set of machines (each subset of the kinds, from the cheapest per token to the dearest, with 1, 2, 3, 4, 6,
-   8, … machines) is combined with each H, fragment size, codec, way to combine and meeting point. τ follows from the
-   links, the batch from the laws of arXiv 2503.09799, the outer rule from `auto`.
+1. Every set of machines (each subset of the kinds, from the cheapest per token to the dearest, with 1, 2, 3, 4,
+   6, 8, … machines) is combined with each H, fragment size, codec, way to combine and meeting point. τ follows
+   from the links, the batch from the laws of arXiv 2503.09799, the outer rule from `auto`.
 2. Closed forms (`estimates`) give hours and dollars of each plan, the scaling laws its loss.
 3. With a budget the plan of least loss is the best; with a deadline alone the one of least dollars at equal loss,
 
@@ -344,7 +344,7 @@ _LEAST_GAIN = 0.01
 
 
 def _goal(plan: FleetPlan, task: FleetTask) -> float:
-    """The number that is least for the best plan: dollars at equal loss, or the compute that the loss stands for."""
+    """The number that is least for the best plan: dollars at equal loss, or the part of them that is the loss."""
     is_free = not math.isinf(task.budget_dollars)
     return plan.equal_loss_dollars / plan.dollars if is_free else plan.equal_loss_dollars
 

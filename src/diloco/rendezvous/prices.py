@@ -167,10 +167,11 @@ def polling(
 ) -> Traffic:
     """The requests of replicas that look for something new: each asks for an entry and for the others' payloads.
 
-    A replica asks for an entry every p seconds, and whenever a payload or an entry comes: in a step K + 1 times, at
-    random within the w seconds between two looks for a payload, which adds (K + 1) / (1 − e^(−(K + 1) p / w)) − w / p
-    − 1/2 requests. The time between two looks for a payload doubles from p to w, in whole p: if it comes after t
-    seconds, it was looked for t / w + log₂(w/p) − 1 + p/w times. Each look takes a round trip longer.
+    A replica asks for an entry every p seconds, and whenever a payload or an entry comes: in a step n = K + 1
+    times, at random within the w seconds between two looks for a payload, which adds
+    n / (1 − e^(−n p / w)) − w / p − 1/2 requests. The time between two looks for a payload doubles from p to w, in
+    whole p: if it comes after t seconds, it was looked for t / w + log₂(w/p) − 1 + p/w times. Each look takes a
+    round trip longer.
 
     Args:
         num_replicas: M.
@@ -215,9 +216,9 @@ def snapshots(
 ) -> Traffic:
     """The objects from which joiners start, and what joiners read.
 
-    Of each fragment every S-th round is uploaded, with an entry; with the first fragment's an index is written, and
-    the store is listed for what nobody needs any more. A joiner lists the store twice, reads the newest index, the
-    newest snapshots, the S P / 2 entries after them with their payloads or averages, and writes an entry.
+    Of each fragment every S-th round is uploaded, with an entry; with the first fragment's an index is written,
+    and the store is listed for what nobody needs any more. A joiner lists the store twice, reads the newest index,
+    the newest snapshots, the S P / 2 entries after them with their payloads or averages, and writes an entry.
 
     Args:
         num_replicas: M.

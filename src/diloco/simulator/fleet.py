@@ -2,7 +2,7 @@
 
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -38,7 +38,7 @@ class Machines:
     down_mbit_s: float
     """Bandwidth from it."""
     step_seconds: float = 0.0
-    """Compute time of an inner step, on average; 0 is 6·N·B operations at `flops_per_second`, B in `step_tokens`."""
+    """Compute time of an inner step, on average; 0 is 6·N·`step_tokens` operations at `flops_per_second`."""
     flops_per_second: float = 0.0
     """In its place, the floating-point operations that a machine does in a second of training."""
     latency_seconds: float = 0.02
@@ -61,8 +61,6 @@ class Machines:
     """The price of 10⁹ bytes that leave its provider."""
     has_open_port: bool = True
     """False behind a NAT, where machines meet in a store alone."""
-    launch: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Settings of a launcher for machines of this kind; nothing here reads them."""
 
     def __post_init__(self) -> None:
         """Refuse numbers out of range."""
@@ -76,7 +74,8 @@ class Machines:
                 raise UserError(f"{name} of {self.name} must be {least}, not {value}", name)
         if (self.step_seconds > 0) == (self.flops_per_second > 0):
             raise UserError(
-                f"give the speed of {self.name} once: step_seconds, such as 1.5, or flops_per_second, such as 60e12",
+                f"give the speed of {self.name} once: step_seconds, such as 1.5, or flops_per_second, such as "
+                "60e12",
                 *("step_seconds", "flops_per_second"),
             )
 
@@ -122,8 +121,6 @@ class FleetRun:
     """Time between two looks of a replica into the store."""
     checkpoint_seconds: float = 600.0
     """Time between two checkpoints of a replica, or of the whole run where its members are fixed."""
-    launch: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Settings of a launcher for the whole fleet; nothing here reads them."""
 
     def __post_init__(self) -> None:
         """Refuse numbers out of range; fill in the step times that follow from machines' speeds."""
@@ -201,15 +198,31 @@ class FleetRun:
 def read_fleet(path: Path) -> FleetRun:
     """A fleet and its run from TOML: the fields of `FleetRun`, and those of `Machines` in each [[machines]].
 
+    The tables `launch` are the launchers'.
+
     Raises:
         FileError: if it is no such file, naming what is wrong.
         UserError: if a number is out of range.
     """
+    values = fleet_values(path)
+    values.pop("launch", None)
+    kinds = values.get("machines")
+    for kind in kinds if isinstance(kinds, list) else ():
+        if isinstance(kind, dict):
+            kind.pop("launch", None)
+    return converted(values, FleetRun, source=str(path))
+
+
+def fleet_values(path: Path) -> dict[str, Any]:
+    """The tables of a fleet file.
+
+    Raises:
+        FileError: if it is no TOML.
+    """
     try:
-        values = tomllib.loads(read_bytes(path, most_bytes=1 << 20).decode())
+        return tomllib.loads(read_bytes(path, most_bytes=1 << 20).decode())
     except ValueError as error:
         raise FileError(f"{path} can't be read: {error}") from error
-    return converted(values, FleetRun, source=str(path))
 
 
 Method = Literal["data_parallel", "elastic_data_parallel", "fixed", "store"]

@@ -83,14 +83,18 @@ def _values(plan: FleetPlan, flags: Flags) -> dict[str, Any]:
 
 
 def fleet_plan_parts(
-    answer: Answer, relaxations: Sequence[Relaxation] | None, *, command: str, flags: Flags
+    answer: Answer,
+    relaxations: Sequence[Relaxation] | None,
+    *,
+    command: Callable[[FleetPlan], str],
+    flags: Flags,
 ) -> Iterator[Table | str]:
     """The answer, its assumptions, the constraints that bind, the Pareto set, and the command of the plan.
 
     Args:
         answer: to print.
         relaxations: the constraints that bind; None if nobody asked for them.
-        command: the words before a plan's flags.
+        command: makes the words before a plan's flags.
         flags: of a plan's settings.
     """
     task, plan, checked = answer.task, answer.plan, answer.checked
@@ -109,15 +113,14 @@ def fleet_plan_parts(
         yield ""
     yield _pareto(answer.pareto)
     yield (
-        f"Of {len(answer.pareto)} plans no other has less loss, hours and dollars. Dollars are machines, requests and "
-        f"egress, by prices of {task.prices.date}; hours and dollars here by closed forms."
+        f"Of {len(answer.pareto)} plans no other has less loss, hours and dollars. Dollars are machines, requests "
+        f"and egress, by prices of {task.prices.date}; hours and dollars here by closed forms."
     )
     yield from (f"Note: {note}." for note in _notes(plan))
     if has_limits:
-        where = f"{command} --rendezvous s3://BUCKET/run --name NAME" if plan.store else command
         place = "on each machine" if plan.store else "with the same settings on all machines"
-        yield f"\nStart it {place}:"
-        yield f"    {where} {flags(plan.train_settings)}"
+        yield f"\nStart it {place}, or, as the command of [launch] in the fleet's file, by diloco launch:"
+        yield f"    {command(plan)} {flags(plan.train_settings)}"
 
 
 def _hours(hours: float) -> str:
@@ -146,8 +149,8 @@ def _sentence(plan: FleetPlan, checked: FleetPlan) -> str:
     return (
         f"Take {_machines(plan)}{meeting}: {_hours(checked.hours)}, {checked.dollars:,.2f} $ "
         f"({checked.machine_dollars:,.2f} for machines, {checked.request_dollars:,.2f} for requests, "
-        f"{checked.egress_dollars:,.2f} for egress), goodput {checked.forecast.goodput:.1%}, by simulation (closed "
-        f"forms: {_hours(plan.hours)}, {plan.dollars:,.2f} $); expected loss {_loss(plan)}."
+        f"{checked.egress_dollars:,.2f} for egress), goodput {checked.forecast.goodput:.1%}, by simulation "
+        f"(closed forms: {_hours(plan.hours)}, {plan.dollars:,.2f} $); expected loss {_loss(plan)}."
     )
 
 
@@ -162,7 +165,8 @@ def _facts(task: FleetTask, plan: FleetPlan) -> list[str]:
         f"model   {amount(run.num_params)} parameters, {amount(plan.num_tokens)} tokens",
         f"batch   {plan.num_replicas * run.step_tokens:,} tokens (the laws of arXiv 2503.09799), "
         f"{run.step_tokens:,} per replica, in {steps}",
-        f"steps   {plan.num_steps:,}, with {plan.num_outer_steps:,} outer steps of each of {run.num_fragments} fragments",
+        f"steps   {plan.num_steps:,}, with {plan.num_outer_steps:,} outer steps of each of {run.num_fragments} "
+        "fragments",
     ]
     if plan.num_replicas > 1:
         facts.append(
