@@ -263,3 +263,34 @@ def test_refusals():
         task(*(replace(HOME, name=f"kind{n}") for n in range(9)))
     with pytest.raises(UserError, match="speed of home once"):
         replace(HOME, step_seconds=1.0)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "plan-a-fleet.md"
+
+
+@pytest.mark.slow
+def test_the_page_holds_what_the_command_says(capsys: pytest.CaptureFixture[str]):
+    text = PAGE.read_text()
+    (first,) = re.findall(r'title="its first line"\n(.*)\n', text)
+    rows = {row[0]: row[1:] for row in re.findall(r"\| ([^|]*) \| ([^|]*) \| ([^|]*) \| ([^|]*) \|\n", text)}
+    fleets = [name.strip("`") for name in rows["`docs/snippets/`"]]
+    for column, name in enumerate(fleets):
+        command = ["plan", "--fleet", str(PAGE.parents[1] / "snippets" / name)]
+        command += ["--deadline-hours", rows["`--deadline-hours`"][column]]
+        if column == 0:
+            main(command)
+            assert capsys.readouterr().out.splitlines()[0] == first
+        main([*command, "--json"])
+        plan = json.loads(capsys.readouterr().out)["plan"]
+        _, tokens = rows["N, tokens B/M"][column].split(", ", 1)
+        assert plan["batch_tokens"] == plan["num_replicas"] * int(tokens.replace(",", ""))
+        assert (
+            f"{next(iter(plan['step_seconds'].values())):.4g}"
+            == f"{float(rows['step 6·N·B/M / F'][column][:-2]):.4g}"
+        )
+        for field, row in (("goodput", "goodput"), ("hours", "hours")):
+            assert float(rows[row][column]) == pytest.approx(plan[field], rel=2e-3)
+        dollars = rows["their price"][column].rpartition("= ")[2].removesuffix(" $").replace(",", "")
+        assert float(dollars) == pytest.approx(plan["machine_dollars"], abs=1)
+        if name == "fleet_clouds.toml":
+            assert f"{plan['egress_dollars']:.0f} $." in text

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from diloco.auto import MOST_FITTED_REPLICAS
 from diloco.fleets.planner import MONTH_HOURS, Answer, FleetPlan, FleetTask, Relaxation
 from diloco.report.terminal.tables import new_table
 from diloco.scaling.prediction import loss_notes
@@ -113,8 +114,8 @@ def fleet_plan_parts(
         yield ""
     yield _pareto(answer.pareto)
     yield (
-        f"Of {len(answer.pareto)} plans no other has less loss, hours and dollars. Dollars are machines, requests "
-        f"and egress, by prices of {task.prices.date}; hours and dollars here by closed forms."
+        "No other plan has less loss, hours and dollars than one of these. Dollars are machines, requests and "
+        f"egress, by prices of {task.prices.date}; hours and dollars in the table are by closed forms."
     )
     yield from (f"Note: {note}." for note in _notes(plan))
     if has_limits:
@@ -188,7 +189,7 @@ def _facts(task: FleetTask, plan: FleetPlan) -> list[str]:
 def _binding(one: Relaxation) -> str:
     plan = one.plan
     gain = f"loss {_loss(plan)}, {_hours(plan.hours)}, {plan.dollars:,.2f} $ ({_machines(plan)})"
-    return f"{one.name} binds: {one.change} would give {gain}."
+    return f"Bound by {one.name}: {one.change} would give {gain}."
 
 
 def _pareto(plans: Sequence[FleetPlan]) -> Table:
@@ -216,7 +217,10 @@ def _pareto(plans: Sequence[FleetPlan]) -> Table:
 
 
 def _notes(plan: FleetPlan) -> list[str]:
-    return loss_notes(plan.run.num_params, plan.num_replicas, plan.run.sync_every, plan.num_tokens)
+    notes = loss_notes(plan.run.num_params, plan.num_replicas, plan.run.sync_every, plan.num_tokens)
+    if plan.num_replicas > MOST_FITTED_REPLICAS:
+        notes.append(f"η and μ are by a rule that was fitted to M up to {MOST_FITTED_REPLICAS}")
+    return notes
 
 
 def _sentence_of_none(answer: Answer) -> str:
