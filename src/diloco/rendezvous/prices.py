@@ -23,7 +23,7 @@ class Prices:
 
     name: str
     cloud: str = ""
-    """Its provider; traffic with machines in the same cloud is free."""
+    """The provider; traffic with machines in the same cloud is free."""
     per_million_creates: _Price
     """The price of a million requests PUT and LIST."""
     per_million_gets: _Price

@@ -56,7 +56,7 @@ class Machines:
     memory_gib: float = math.inf
     """Memory of its accelerator; a plan refuses models that do not fit."""
     cloud: str = ""
-    """Its provider, such as aws: traffic with a store in the same cloud is free."""
+    """The provider, such as aws: traffic with a store in the same cloud is free."""
     dollars_per_gb_up: float = 0.0
     """The price of 10⁹ bytes that leave its provider."""
     has_open_port: bool = True
@@ -66,13 +66,16 @@ class Machines:
         """Refuse numbers out of range."""
         positive = ("count", "up_mbit_s", "down_mbit_s", "hours_between_failures", "memory_gib")
         others = ("latency_seconds", "repair_seconds", "notice_seconds", "dollars_per_hour", "dollars_per_gb_up")
-        for name in (*positive, *others, "step_seconds", "flops_per_second"):
+        for name in (*positive, *others):
             value, may_be_infinite = getattr(self, name), name in positive[1:]
             if not (value >= 0 and (value > 0 or name not in positive) and (may_be_infinite or value < math.inf)):
                 least = "above 0" if name in positive else "at least 0"
                 least += "" if may_be_infinite else " and finite"
                 raise UserError(f"{name} of {self.name} must be {least}, not {value}", name)
-        if (self.step_seconds > 0) == (self.flops_per_second > 0):
+        for name in ("step_seconds", "flops_per_second"):
+            if (value := getattr(self, name)) and not 0 < value < math.inf:
+                raise UserError(f"{name} of {self.name} must be above 0 and finite, not {value}", name)
+        if bool(self.step_seconds) == bool(self.flops_per_second):
             raise UserError(
                 f"give the speed of {self.name} once: step_seconds, such as 1.5, or flops_per_second, such as "
                 "60e12",
