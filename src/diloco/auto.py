@@ -9,6 +9,8 @@ NO_AUTO_IN_A_STORE = (
     "itself, such as nesterov:lr=0.4,momentum=0.9"
 )
 """The refusal, which names the setting."""
+MOST_FITTED_REPLICAS = 4
+"""The largest M of the sweeps."""
 _MOST_GAIN, _MOST_MEMORY = 4.0, 4.5
 _STEPS_PER_GAIN = 5.0
 """Inner steps that one above G = 1 needs between outer steps."""

@@ -43,6 +43,14 @@ export run --to gguf --output new                  => --to takes one of 'safeten
 export run --to hf                                 => diloco export needs --output
 plan                                               => diloco plan needs a model, a speed and a link
 plan --num-params 1e9                              => diloco plan needs --link
+plan --fleet                                       => --fleet needs a value
+plan --fleet none.toml                             => none.toml can't be read
+plan --fleet short.txt                             => short.txt can't be read
+plan --fleet fleet.toml --budget-dollars 0         => --budget-dollars must be above 0, not 0.0
+plan --fleet fleet.toml --deadline-hours -1        => --deadline-hours must be above 0, not -1.0
+plan --fleet fleet.toml --deadline-hours soon      => --deadline-hours takes a number, not 'soon'
+plan --fleet fleet.toml --prices fleet.toml        => fleet.toml can't be read
+plan --fleet fleet.toml --link 20Mbit              => unknown flag --link
 plan --num-params 124M --link 20Mbit               => the speed of a replica once: --step-seconds, such as
 plan --num-params 124Q --link 20Mbit               => takes a number such as 124M, 1.3B or 1e9, not '124Q'
 plan --num-params 124M --link 20                   => --link takes a rate with its unit, such as 20Mbit, 1Gbit
@@ -313,6 +321,7 @@ def write_files(folder: Path, corpus: Path) -> None:
     """Write a text as it should be, and files whose names say what is wrong with them."""
     shutil.copy(corpus, folder / "text.jsonl")
     (folder / "short.txt").write_text("Hello.\n")
+    shutil.copy(Path(__file__).parents[2] / "docs" / "snippets" / "fleet_homes.toml", folder / "fleet.toml")
     (folder / "chats.jsonl").write_text('{"content": "Hello."}\n')
     (folder / "out.toml").write_text('recipe = "tiny"\nname = "../out"\n')
     (folder / "typo.toml").write_text('recipe = "tiny"\n[diloco]\nsync_evry = 10\n')

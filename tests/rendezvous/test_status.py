@@ -9,6 +9,9 @@ from diloco.rendezvous.prices import Traffic
 from diloco.rendezvous.status import Look, status_of
 from diloco.wire import codec
 
+HEADER = 384
+"""Bytes before a payload."""
+
 
 def test_a_look_shows_who_takes_part_and_what_it_moved(tmp_path) -> None:
     run = Handwritten(tmp_path / "run")
@@ -31,8 +34,12 @@ def test_a_look_shows_who_takes_part_and_what_it_moved(tmp_path) -> None:
     assert status.training_loss == 1.75, "the last 5 % of the outer steps are one"
     # 8 payloads each of a and b, and 4 of c that were counted. Before c joined, 4 were read by one other replica.
     sizes = [run.codec.payload_bytes(len(outer_N)) for outer_N in run.outer]
-    assert status.traffic.bytes_up == 20 * sum(sizes) / 2
-    assert status.traffic.bytes_down == (4 * 1 + 16 * 2) * sum(sizes) / 2
+    payload, entries = HEADER + sum(sizes) / 2, 8 * 240 + 20 * 200
+    assert status.traffic.bytes_up == 20 * payload + entries
+    # All but its author read an entry, and the author the one before it, twice.
+    before = 2 * 240 + 4 * 200
+    in_log = 3 * before + 4 * (entries - before)
+    assert status.traffic.bytes_down == (4 * 1 + 16 * 2) * payload + in_log
     assert status.traffic.creates == run.state.number + 20
 
 
@@ -43,24 +50,31 @@ def test_of_shares_headers_and_averages_are_read_by_all_and_each_share_by_one():
     payload = 3 * (form.share_bytes(0) + form.share_bytes(1)) / 2
     average = 3 * (form.average_bytes(0) + form.average_bytes(1)) / 2
     num_payloads, num_steps = 3 * 2 + 2, 3
-    assert traffic.bytes_up == num_payloads * payload + num_steps * average
-    in_headers = 2 * num_payloads * 3 * 90
-    assert traffic.bytes_down == (num_payloads - num_steps) * payload + 2 * num_steps * average + in_headers
+    headers, average = num_payloads * (HEADER + 3 * 90), average + 3 * HEADER
+    entries = num_steps * 240 + num_payloads * 200
+    assert traffic.bytes_up == num_payloads * payload + num_steps * average + headers + entries
+    assert traffic.bytes_down == (
+        (num_payloads - num_steps) * payload + 2 * num_steps * average + 2 * headers + (3 + 1) * entries
+    )
     assert traffic.creates == log.state.number + num_payloads * (1 + 3) + num_steps * 3
-    shares = 3 * (num_payloads - num_steps) + 3 * 2 * num_steps
-    assert traffic.gets == (0 + 1 + 2) + 3 * num_steps + 2 * num_payloads + shares  # a joiner reads what follows
+    shares = 3 * (num_payloads - num_steps) + 1.75 * 3 * 2 * num_steps  # of an average also looks in vain
+    assert traffic.gets == (0 + 1 + 2) + 4 * num_steps + 2 * num_payloads + shares  # a joiner reads what follows
 
 
 def test_what_was_moved_before_replicas_left_or_were_replaced_still_counts():
     form = Form(codec=codec("fp32"), sizes=(500,), seed=0)
     payload, log = form.share_bytes(0), Log(num_fragments=1).join("a", "b", "c").rounds(4, 0, 1, 2)
-    gets = (0 + 1 + 2) + 4 * (3 + 3 * 2)
-    expected = Traffic(creates=4 + 4 + 12, gets=gets, bytes_up=12 * payload, bytes_down=24 * payload)
+    gets, entries = (0 + 1 + 2) + 4 * (4 + 3 * 2), 4 * 240 + 12 * 200
+    up, down = 12 * (payload + HEADER) + entries, 24 * (payload + HEADER) + 4 * entries
+    expected = Traffic(creates=4 + 4 + 12, gets=gets, bytes_up=up, bytes_down=down)
     assert status_of(log.state, form, num_slots=1).traffic == expected
     for replica in (1, 2):
         log.add(Leave(finished=False), replica)
     log.join("a").rounds(2, 3)  # in the place of the first a; the others are gone
-    alone = Traffic(creates=3 + 2 + 2, gets=3 + 2 + 1 + 2, bytes_up=2 * payload, bytes_down=0)
+    entries = 2 * (240 + 200)
+    alone = Traffic(
+        creates=3 + 2 + 2, gets=3 + 2 + 1 + 4, bytes_up=2 * (payload + HEADER) + entries, bytes_down=2 * entries
+    )
     assert status_of(log.state, form, num_slots=1).traffic == expected + alone
     log.add(Leave(finished=True), 3)
     log.add(Close(outer=("0" * 16,)), 3)

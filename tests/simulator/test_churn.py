@@ -135,8 +135,11 @@ def test_a_quorum_that_is_never_there_ends_when_somebody_comes() -> None:
 
 def test_stores_traffic_is_that_of_the_bill() -> None:
     outcome = in_store(RUN, num_outer_steps=100)
-    assert outcome.traffic is not None and outcome.traffic.creates == 100 * 7
-    assert outcome.traffic.bytes_up == 600 * RUN.fragment_bytes
+    # An outer step is six payloads and an entry; every eighth of a fragment has a snapshot and its entry, too, and
+    # of the first fragment an index and four listings.
+    assert outcome.traffic is not None and outcome.traffic.creates == 100 * 7 + 100 / 8 * (2 + 5 / 2)
+    snapshots = 100 / 8 * RUN.state_bytes / 2
+    assert outcome.traffic.bytes_up == pytest.approx(600 * RUN.fragment_bytes + snapshots, rel=1e-3)
 
 
 def test_the_command_prints_a_row_per_method_and_names_what_is_wrong(tmp_path: Path, capsys) -> None:

@@ -4,17 +4,23 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from diloco.cli._command import call, changes, flags, spelled
 from diloco.errors import UserError
+from diloco.fleets.planner import FleetPlan, FleetTask, answer
+from diloco.fleets.planner import explain as binding
+from diloco.rendezvous.prices import read_prices
+from diloco.report.terminal.fleets import fleet_plan_json, fleet_plan_parts
 from diloco.report.terminal.tables import plan_json, plan_parts, show, store_sentence
 from diloco.scaling.prediction import predict
 from diloco.simulator.description import ModelSize, Replica, replicas_of
+from diloco.simulator.fleet import read_fleet
 from diloco.simulator.planner import MIN_STEPS, Plan, Task, feasible
 from diloco.simulator.wall_clock import step_seconds as seconds_of_step
 from diloco.training.config.recipes import RECIPES
@@ -38,7 +44,9 @@ def run(arguments: list[str]) -> None:
             f"a recipe is measured: type diloco plan --measure {arguments[0].casefold()} --link 20Mbit"
         )
     words = [part for one in arguments for part in one.split("=", one.startswith("--measure="))]
-    if "--measure" in words:
+    if any(word.partition("=")[0] == "--fleet" for word in arguments):
+        call(_plan_fleet, arguments, prog="diloco plan")
+    elif "--measure" in words:
         at = words.index("--measure")
         _plan_measured([*words[at + 1 :], *words[:at]])  # the recipe first
     else:
@@ -78,6 +86,9 @@ def _plan_described(
     between its replicas are timed first, here or, under torchrun, on several machines. With --link, the link is as
     given, and one replica has this machine to itself; so it is, with the recipe laptop, where nothing is given.
 
+    With --fleet FLEET.toml [--budget-dollars N] [--deadline-hours N] [--explain] [--picture DIR] [--prices FILE]
+    [--json] and none of the flags below, the machines of a fleet are chosen, too, within a budget and a deadline.
+
     Args:
         size: The model.
         link: Rate of a replica's link, of its slower way, such as 20Mbit or 1Gbit; one, or one per replica.
@@ -116,6 +127,56 @@ def _plan_described(
     _answer(task, facts, command="diloco train RECIPE", json=json)
     if not json and (plans := feasible(task)):
         show([_recipes_sentence(size.num_params), *([store_sentence(plans[0])] if store else [])])
+
+
+def _plan_fleet(
+    fleet: Path,
+    budget_dollars: float = math.inf,
+    deadline_hours: float = math.inf,
+    explain: bool = False,
+    json: bool = False,
+    picture: Path | None = None,
+    prices: Path | None = None,
+) -> None:
+    """Machines of a fleet, and settings, within a budget and a deadline; with neither, all that nothing beats.
+
+    With a budget the plan has the least loss that it pays for, within a month where no deadline is given; with a
+    deadline alone, the fewest dollars, where a higher loss counts as the compute that would make up for it.
+
+    Args:
+        fleet: TOML file with num_params, step_tokens, and for each kind of machine a [[machines]] with name,
+            count, step_seconds or flops_per_second, up_mbit_s, down_mbit_s, dollars_per_hour, and others.
+        budget_dollars: The most that machines, requests and egress may cost.
+        deadline_hours: The longest that the run may take.
+        explain: Name the constraints that bind, and the best plan with twice as much of each.
+        json: Print JSON.
+        picture: Directory to write pareto.svg and pareto.png to: loss over dollars and hours.
+        prices: TOML file that takes the place of our list prices, src/diloco/rendezvous/prices.toml.
+    """
+    task = FleetTask(
+        fleet=read_fleet(fleet),
+        prices=read_prices(prices),
+        budget_dollars=budget_dollars,
+        deadline_hours=deadline_hours,
+    )
+    best = answer(task)
+    relaxations = binding(task, best.plan) if explain else None
+    if json:
+        print(fleet_plan_json(best, relaxations, flags=_words))
+    else:
+        show(fleet_plan_parts(best, relaxations, command=_train, flags=_words))
+        if best.plan is not None:
+            show([_recipes_sentence(task.fleet.num_params)])
+    if picture is not None:
+        from diloco.report.figures.fleets import draw_pareto
+
+        for path in draw_pareto(best.pareto, picture):
+            print(path, file=sys.stderr if json else sys.stdout)
+
+
+def _train(plan: FleetPlan) -> str:
+    """The words that start a replica, or a fixed group."""
+    return "diloco train RECIPE" + ("" if plan.store is None else " --rendezvous s3://BUCKET/run --name NAME")
 
 
 def _recipes_sentence(num_params: float) -> str:
@@ -302,4 +363,9 @@ def _answer(task: Task, facts: Sequence[str], *, command: str, json: bool) -> No
 
 def _flags(plan: Plan) -> str:
     """The flags of `diloco train` that follow a plan."""
-    return shlex.join(word for words in flags(plan.train_settings).values() for word in words)
+    return _words(plan.train_settings)
+
+
+def _words(settings: Mapping[str, Any]) -> str:
+    """The flags that give settings their values."""
+    return shlex.join(word for words in flags(settings).values() for word in words)

@@ -64,17 +64,38 @@ def streaming_gap(num_replicas: int, sync_every: int) -> GapLaw:
     if (num_replicas, sync_every) not in _STREAMING:
         known = ", ".join(f"M = {m}, H = {period}" for m, period in _STREAMING)
         raise UserError(f"M = {num_replicas}, H = {sync_every}: the paper's tables have {known}")
+    losses = _streaming_losses()
+    return GapLaw(_STREAMING_TABLES, _fit(losses[_STREAMING[num_replicas, sync_every]], losses["data_parallel"]))
+
+
+@cache
+def period_gap(num_replicas: int) -> GapLaw:
+    """The gap of Streaming DiLoCo with H = 100 to that with H = 30 (arXiv 2501.18512).
+
+    Args:
+        num_replicas: M, 2 or 4.
+    """
+    losses = _streaming_losses()
+    return GapLaw(
+        _STREAMING_TABLES, _fit(losses[_STREAMING[num_replicas, 100]], losses[_STREAMING[num_replicas, 30]])
+    )
+
+
+_STREAMING_TABLES = "arXiv 2501.18512, Tables 6 and 7"
+
+
+def _streaming_losses() -> dict[str, dict[float, float]]:
+    """The losses of each method by N."""
     losses: dict[str, dict[float, float]] = {}
     for row in rows("streaming_scaling"):
         losses.setdefault(row["method"], {})[row["flops"]] = row["eval_loss"]
     num_params = dict(
         zip(sorted(losses["data_parallel"]), (PUBLISHED_PARAMS[name] for name in _SIZES), strict=True)
     )
-    ours, theirs = (
-        {num_params[operations]: loss for operations, loss in losses[method].items()}
-        for method in (_STREAMING[num_replicas, sync_every], "data_parallel")
-    )
-    return GapLaw("arXiv 2501.18512, Tables 6 and 7", _fit(ours, theirs))
+    return {
+        method: {num_params[operations]: loss for operations, loss in by_operations.items()}
+        for method, by_operations in losses.items()
+    }
 
 
 @cache

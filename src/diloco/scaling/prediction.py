@@ -3,9 +3,11 @@
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from diloco.errors import UserError
+from diloco.scaling.gap_laws import period_gap
 from diloco.scaling.hyperparameters import nearest_power_of_two, outer_learning_rate, published_law
 from diloco.scaling.laws import TOKENS_PER_PARAM, Kind, Laws
 from diloco.scaling.power_laws import SEQUENCE_LENGTH, Estimate, PowerLawFit
@@ -72,6 +74,50 @@ def predict(
         "steps": _steps(tokens, batch),
         "warning": "; ".join(warnings) or None,
     }
+
+
+@cache
+def expected_loss(num_params: float, num_replicas: int, sync_every: int) -> Estimate:
+    """The loss of Streaming DiLoCo after 20 tokens per parameter, by the papers' laws.
+
+        L(N, M, H) = A N^α M^β · (1 + g(N))^(ln(H/30) / ln(100/30))
+
+    The first factor is the joint law of arXiv 2503.09799, at H = 30; g is the gap of H = 100 to H = 30 in arXiv
+    2501.18512, of its M = 2 up to 2 replicas and of its M = 4 beyond. The ends of the interval are the products of
+    both intervals' ends. `loss_notes` says what is extrapolated.
+
+    Args:
+        num_params: N.
+        num_replicas: M, at least 1.
+        sync_every: H.
+
+    >>> loss = expected_loss(1e9, 8, 100)
+    >>> round(loss.value, 3), round(loss.low, 3), round(loss.high, 3)
+    (2.588, 2.567, 2.618)
+    """
+    loss = _joint_law().predict(num_params, num_replicas)
+    gap = period_gap(2 if num_replicas <= 2 else 4).band(num_params)
+    exponent = math.log(sync_every / 30) / math.log(100 / 30)
+    assert None not in (loss.low, loss.high, gap.low, gap.high), "the papers' tables give intervals"
+    ends = sorted((1 + end) ** exponent for end in (gap.low, gap.high) if end is not None)
+    return Estimate(
+        loss.value * (1 + gap.value) ** exponent, (loss.low or 0.0) * ends[0], (loss.high or 0.0) * ends[-1]
+    )
+
+
+@cache
+def _joint_law() -> PowerLawFit:
+    return Laws().fit("loss", 1, "joint")
+
+
+def loss_notes(num_params: float, num_replicas: int, sync_every: int, num_tokens: float) -> list[str]:
+    """A sentence for each respect in which `expected_loss` goes beyond the papers' runs."""
+    notes = list(_outside(_joint_law(), num_params, num_replicas))
+    if sync_every > 100:
+        notes.append(f"H = {sync_every} lies outside those of the papers' tables, 30 and 100")
+    if not 0.95 < (ratio := num_tokens / (TOKENS_PER_PARAM * num_params)) < 1.05:
+        notes.append(f"the loss is that of {TOKENS_PER_PARAM:g} tokens per parameter, {1 / ratio:.3g} of these")
+    return notes
 
 
 def _steps(tokens: float, batch: dict[str, Any]) -> dict[str, Any]:

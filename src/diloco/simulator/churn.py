@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from diloco.errors import UserError
 from diloco.rendezvous.log.run import last_recent, least_payloads
-from diloco.rendezvous.prices import exchange, polling
+from diloco.rendezvous.prices import run_traffic
 from diloco.simulator.fleet import FleetRun, Floats, Machines, Mask, Outcome
 
 Places: TypeAlias = NDArray[np.intp]
@@ -95,7 +95,7 @@ class _Fleet:
         """A time at which the next round of each fragment opens, or one before that."""
         self.num_outer = self.num_idle = 0
         self.counted_seconds_M = np.zeros(num_replicas)
-        self.num_counted, self.sum_stale = 0, 0
+        self.num_counted, self.sum_stale, self.num_joins = 0, 0, 0
         self.gone_seconds_M = np.zeros(num_replicas)
         self.delays, self.num_delays = list[Floats](), 0
 
@@ -162,6 +162,7 @@ class _Fleet:
 
     def _join(self, joins: Places) -> None:
         since = self.event_M[joins]
+        self.num_joins += len(joins)
         self.is_gone_M[joins] = self.has_left_M[joins] = False
         self.event_M[joins] = since + self._lives(self.mean_up_M[joins])
         self.last_outer_M[joins] = self.num_outer
@@ -301,19 +302,19 @@ class _Fleet:
         delays = np.concatenate(self.delays) if self.delays else np.array([math.nan])
         prices_M = run.each([kind.dollars_per_hour for kind in run.machines])
         repair_M = run.each([kind.repair_seconds for kind in run.machines]) / self.pause_M  # reading Θ costs, too
-        traffic = exchange(
+        traffic = run_traffic(
             num_replicas=run.num_replicas,
+            num_fragments=run.num_fragments,
             num_payloads=self.num_counted,
             num_steps=self.num_outer,
             payload_bytes=run.fragment_bytes,
-            average_bytes=0 if run.shares == 1 else run.fragment_bytes,
             num_shares=run.shares,
-        ) + polling(
-            run.num_replicas,
-            poll_seconds=run.poll_seconds,
+            num_joins=self.num_joins,
+            state_bytes=run.state_bytes,
             seconds=seconds,
+            poll_seconds=run.poll_seconds,
             longest_seconds=run.longest_poll_seconds,
-            num_payloads=self.num_counted,
+            round_trip_seconds=float(self.trip_M.mean()),
         )
         return Outcome(
             method="store",

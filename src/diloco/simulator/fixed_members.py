@@ -85,6 +85,11 @@ def _stretches(run: FleetRun, seconds: float, seed: int) -> Iterator[tuple[float
     yield now, seconds, is_up_M, None, False
 
 
+def group_tokens_per_second(run: FleetRun) -> float:
+    """Tokens that a fixed group reads in a second while all its machines are up."""
+    return _tokens_per_second(run, "fixed", np.ones(run.num_replicas, dtype=bool))
+
+
 def _tokens_per_second(run: FleetRun, method: Method, is_up_M: Mask) -> float:
     """Tokens that the machines which are up read together in a second."""
     num_up = int(is_up_M.sum())

@@ -3,9 +3,9 @@
 import math
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from diloco.rendezvous.log.entries import Quorum, Rules
 from diloco.rendezvous.prices import Prices, Traffic, longest_poll
 from diloco.schema import converted, read_bytes
 from diloco.simulator.description import Stragglers
+from diloco.simulator.wall_clock import step_seconds as seconds_of_step
 
 Floats: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
@@ -32,12 +33,14 @@ class Machines:
     """The kind, such as `4090`."""
     count: int
     """Machines of it."""
-    step_seconds: float
-    """Compute time of an inner step, on average."""
     up_mbit_s: float
     """Bandwidth to the internet."""
     down_mbit_s: float
     """Bandwidth from it."""
+    step_seconds: float = 0.0
+    """Compute time of an inner step, on average; 0 is 6·N·`step_tokens` operations at `flops_per_second`."""
+    flops_per_second: float = 0.0
+    """In its place, the floating-point operations that a machine does in a second of training."""
     latency_seconds: float = 0.02
     """Latency one way."""
     hours_between_failures: float = math.inf
@@ -50,16 +53,34 @@ class Machines:
     """The price of one machine while it runs."""
     stragglers: Stragglers = field(default_factory=Stragglers)
     """The distribution of its step times."""
+    memory_gib: float = math.inf
+    """Memory of its accelerator; a plan refuses models that do not fit."""
+    cloud: str = ""
+    """The provider, such as aws: traffic with a store in the same cloud is free."""
+    dollars_per_gb_up: float = 0.0
+    """The price of 10⁹ bytes that leave its provider."""
+    has_open_port: bool = True
+    """False behind a NAT, where machines meet in a store alone."""
 
     def __post_init__(self) -> None:
         """Refuse numbers out of range."""
-        positive = ("count", "step_seconds", "up_mbit_s", "down_mbit_s", "hours_between_failures")
-        for name in (*positive, "latency_seconds", "repair_seconds", "notice_seconds", "dollars_per_hour"):
-            value, may_be_infinite = getattr(self, name), name in positive[2:]
+        positive = ("count", "up_mbit_s", "down_mbit_s", "hours_between_failures", "memory_gib")
+        others = ("latency_seconds", "repair_seconds", "notice_seconds", "dollars_per_hour", "dollars_per_gb_up")
+        for name in (*positive, *others):
+            value, may_be_infinite = getattr(self, name), name in positive[1:]
             if not (value >= 0 and (value > 0 or name not in positive) and (may_be_infinite or value < math.inf)):
                 least = "above 0" if name in positive else "at least 0"
                 least += "" if may_be_infinite else " and finite"
                 raise UserError(f"{name} of {self.name} must be {least}, not {value}", name)
+        for name in ("step_seconds", "flops_per_second"):
+            if (value := getattr(self, name)) and not 0 < value < math.inf:
+                raise UserError(f"{name} of {self.name} must be above 0 and finite, not {value}", name)
+        if bool(self.step_seconds) == bool(self.flops_per_second):
+            raise UserError(
+                f"give the speed of {self.name} once: step_seconds, such as 1.5, or flops_per_second, such as "
+                "60e12",
+                *("step_seconds", "flops_per_second"),
+            )
 
     @property
     def mean_step_seconds(self) -> float:
@@ -81,6 +102,8 @@ class FleetRun:
     """N, of the model."""
     step_tokens: int
     """Tokens that a replica reads in an inner step."""
+    num_tokens: float | None = None
+    """Tokens of the whole run, for a plan; None is 20·N."""
     sync_every: int = 100
     """H."""
     num_fragments: int = 1
@@ -103,7 +126,7 @@ class FleetRun:
     """Time between two checkpoints of a replica, or of the whole run where its members are fixed."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of range."""
+        """Refuse numbers out of range; fill in the step times that follow from machines' speeds."""
         positive = ("num_params", "step_tokens", "sync_every", "num_fragments", "shares", "poll_seconds")
         for name in (*positive, "bits_per_value", "checkpoint_seconds"):
             if not 0 < getattr(self, name) < math.inf:
@@ -117,8 +140,22 @@ class FleetRun:
         for name in ("patience", "max_stale"):
             if (getattr(self, name) or 0) < 0:
                 raise UserError(f"{name} must be at least 0, not {getattr(self, name)}", name)
+        if self.num_tokens is not None and not 0 < self.num_tokens < math.inf:
+            raise UserError(f"num_tokens must be above 0 and finite, not {self.num_tokens}", "num_tokens")
         if not self.machines:
             raise UserError("the fleet has no machines", "machines")
+        object.__setattr__(self, "machines", tuple(self._with_step_time(kind) for kind in self.machines))
+
+    def _with_step_time(self, kind: Machines) -> Machines:
+        if kind.step_seconds:
+            return kind
+        seconds = seconds_of_step(
+            num_params=self.num_params,
+            batch_tokens=self.step_tokens,
+            num_chips=1,
+            flops_per_chip=kind.flops_per_second,
+        )
+        return replace(kind, step_seconds=seconds, flops_per_second=0.0)
 
     @property
     def num_replicas(self) -> int:
@@ -164,15 +201,31 @@ class FleetRun:
 def read_fleet(path: Path) -> FleetRun:
     """A fleet and its run from TOML: the fields of `FleetRun`, and those of `Machines` in each [[machines]].
 
+    The tables `launch` are the launchers'.
+
     Raises:
         FileError: if it is no such file, naming what is wrong.
         UserError: if a number is out of range.
     """
+    values = fleet_values(path)
+    values.pop("launch", None)
+    kinds = values.get("machines")
+    for kind in kinds if isinstance(kinds, list) else ():
+        if isinstance(kind, dict):
+            kind.pop("launch", None)
+    return converted(values, FleetRun, source=str(path))
+
+
+def fleet_values(path: Path) -> dict[str, Any]:
+    """The tables of a fleet file.
+
+    Raises:
+        FileError: if it is no TOML.
+    """
     try:
-        values = tomllib.loads(read_bytes(path, most_bytes=1 << 20).decode())
+        return tomllib.loads(read_bytes(path, most_bytes=1 << 20).decode())
     except ValueError as error:
         raise FileError(f"{path} can't be read: {error}") from error
-    return converted(values, FleetRun, source=str(path))
 
 
 Method = Literal["data_parallel", "elastic_data_parallel", "fixed", "store"]

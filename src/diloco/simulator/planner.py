@@ -13,7 +13,7 @@ import numpy as np
 
 from diloco.errors import UserError
 from diloco.presets import METHODS, PRESETS, Method
-from diloco.rendezvous.prices import Traffic, exchange, longest_poll, polling
+from diloco.rendezvous.prices import Traffic, longest_poll, run_traffic
 from diloco.simulator.bandwidth import reaches
 from diloco.simulator.description import MethodSettings, ModelSize, Replica
 from diloco.simulator.physical import PhysicalModel
@@ -117,25 +117,23 @@ class Plan:
 
     @property
     def store_traffic_a_day(self) -> Traffic:
-        """The traffic of all replicas in a bucket, snapshots left out; reduce_scatter has a share per replica."""
+        """The traffic of all replicas in a bucket; reduce_scatter has a share per replica."""
         num_replicas, num_fragments = len(self.task.replicas), len(self.model.fragment_params)
         steps = _DAY_SECONDS / (3600 * self.hours / self.task.num_steps)
         num_outer_steps = num_fragments * steps / self.model.settings.sync_every
         payload_bytes = self.task.size.num_params * parse(self.wire).bits_per_value / 8 / num_fragments
-        is_gather = self.combine == "gather"
-        return exchange(
+        return run_traffic(
             num_replicas=num_replicas,
+            num_fragments=num_fragments,
             num_payloads=num_replicas * num_outer_steps,
             num_steps=num_outer_steps,
             payload_bytes=payload_bytes,
-            average_bytes=0 if is_gather else payload_bytes,
-            num_shares=1 if is_gather else num_replicas,
-        ) + polling(
-            num_replicas,
-            poll_seconds=_POLL_SECONDS,
+            num_shares=1 if self.combine == "gather" else num_replicas,
+            state_bytes=8 * self.task.size.num_params,
             seconds=_DAY_SECONDS,
+            poll_seconds=_POLL_SECONDS,
             longest_seconds=self._longest_poll_seconds,
-            num_payloads=num_replicas * num_outer_steps,
+            round_trip_seconds=2 * float(np.mean([one.latency_seconds for one in self.task.replicas])),
         )
 
     @property
@@ -146,16 +144,16 @@ class Plan:
     @property
     def store_seconds(self) -> float:
         """The time from a send to its outer step in a bucket: polls + round trips + size / uplink + downloads."""
-        num_polls, num_round_trips = (2, 5) if self.combine == "gather" else (3, 9)
-        num_downloads = len(self.task.replicas) - 1 if self.combine == "gather" else 2
         payload_bits = max(self.model.fragment_params) * parse(self.wire).bits_per_value
-        seconds = num_polls * _POLL_SECONDS
-        seconds += num_round_trips * max(2 * one.latency_seconds for one in self.task.replicas)
         slowest = min(one.gbit_s for one in self.task.replicas if one.gbit_s is not None)
-        seconds += (1 + num_downloads) * payload_bits / (1e9 * slowest)
-        # One of the polls is an eighth of τ, if that takes longer, and 30 s at the most; τ is as long as this.
-        others = seconds - _POLL_SECONDS
-        return others + longest_poll(_POLL_SECONDS, others * 8 / 7)
+        is_gather = self.combine == "gather"
+        return decided_seconds(
+            is_gather=is_gather,
+            upload_seconds=payload_bits / (1e9 * slowest),
+            download_seconds=(len(self.task.replicas) - 1 if is_gather else 2) * payload_bits / (1e9 * slowest),
+            latency_seconds=max(one.latency_seconds for one in self.task.replicas),
+            poll_seconds=_POLL_SECONDS,
+        )
 
     @property
     def needed_gbit_s(self) -> float | None:
@@ -205,7 +203,7 @@ class Plan:
         With `offload`, Θ and momentum of one fragment at a time are on the device.
         """
         num_outer = max(self.model.fragment_params) if offload else self.task.size.num_params
-        return 4 * (3 * self.task.size.num_params + 2 * num_outer) / 2**30
+        return device_memory_gib(self.task.size.num_params, num_outer)
 
     @property
     def train_settings(self) -> dict[str, str | int]:
@@ -220,6 +218,33 @@ class Plan:
             "diloco.wire": self.wire,
             "diloco.combine": self.combine,
         }
+
+
+def decided_seconds(
+    *, is_gather: bool, upload_seconds: float, download_seconds: float, latency_seconds: float, poll_seconds: float
+) -> float:
+    """The time from a send to its outer step in a bucket: polls + round trips + upload + downloads.
+
+    Args:
+        is_gather: False where shares are averaged and read once more.
+        upload_seconds: of an own payload.
+        download_seconds: of all that a replica reads for an outer step.
+        latency_seconds: one way.
+        poll_seconds: between two looks.
+
+    >>> times = {"upload_seconds": 10.0, "download_seconds": 14.0, "latency_seconds": 0.02, "poll_seconds": 0.5}
+    >>> round(decided_seconds(is_gather=True, **times), 1)
+    28.2
+    """
+    num_polls, num_round_trips = (1, 5) if is_gather else (2, 9)
+    others = num_polls * poll_seconds + num_round_trips * 2 * latency_seconds + upload_seconds + download_seconds
+    # One poll more is an eighth of τ, if that takes longer, and 30 s at the most; τ is as long as all of it.
+    return others + longest_poll(poll_seconds, others * 8 / 7)
+
+
+def device_memory_gib(num_params: float, num_outer: float) -> float:
+    """Parameters and Adam's two moments of N parameters, Θ and outer momentum of some of them, in FP32."""
+    return 4 * (3 * num_params + 2 * num_outer) / 2**30
 
 
 def feasible(task: Task) -> list[Plan]:

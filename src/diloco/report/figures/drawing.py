@@ -93,7 +93,7 @@ def draw_panel(panel: "Panel", axes: "Axes") -> None:
         axes.set_xticks(list(ticks.values()), [name.replace("_", " ") for name in ticks], rotation=30, ha="right")
         axes.margins(x=0.15)
     if panel.x_log:
-        _set_log_ticks(axes)
+        set_log_ticks(axes)
     axes.set_title("" if panel.legend else panel.title, fontsize=9)
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
     axes.grid(visible=True, which="major", color="0.9")
@@ -101,7 +101,7 @@ def draw_panel(panel: "Panel", axes: "Axes") -> None:
         axes.legend(fontsize=8, frameon=False, title=panel.legend or None, title_fontsize=8)
 
 
-def _set_log_ticks(axes: "Axes") -> None:
+def set_log_ticks(axes: "Axes") -> None:
     """Make the axis logarithmic, with few ticks over about a decade: the labels of matplotlib's would overlap."""
     from matplotlib.ticker import LogFormatterSciNotation, LogLocator, MaxNLocator, NullLocator
 

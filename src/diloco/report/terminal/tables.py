@@ -42,7 +42,7 @@ def show(parts: Iterable[Table | str]) -> None:
         console.print(part, highlight=not isinstance(part, str), markup=False, soft_wrap=isinstance(part, str))
 
 
-def _table(*columns: str, names: int = 1, title: str | None = None) -> Table:
+def new_table(*columns: str, names: int = 1, title: str | None = None) -> Table:
     """A table of numbers, beside `names` columns of text."""
     table = Table(*columns[:names], box=None, header_style="bold", title=title)
     for column in columns[names:]:
@@ -74,7 +74,7 @@ def utilization_json(compute_utilization: float) -> str:
 
 def bandwidth_table(needed: Mapping[str, float | None]) -> Table:
     """A row for each target."""
-    table = _table("compute utilization", "Gbit/s")
+    table = new_table("compute utilization", "Gbit/s")
     for target, gbit_s in needed.items():
         # Below the grid's smallest bandwidth nothing was tried.
         table.add_row(target, ("≤ " if gbit_s == GBIT_S[0] else "") + _gbit_s(gbit_s))
@@ -85,7 +85,7 @@ def published() -> Iterator[Table | str]:
     """The papers' tables, with our numbers beside their own."""
     for source, rows in bandwidth_tables().items():
         title = f"{source}: Gbit/s for a utilization"
-        table = _table("model", "method", *(f"{target:.0%}" for target in TARGETS), names=2, title=title)
+        table = new_table("model", "method", *(f"{target:.0%}" for target in TARGETS), names=2, title=title)
         for (size, method), row in rows.items():
             table.add_row(size, method, *map(_cell, row))
         yield table
@@ -96,13 +96,13 @@ def published() -> Iterator[Table | str]:
             f"{sum(distance > 1 for distance in distances)} more.\n"
         )
     title = "arXiv 2501.18512, Table 1: hours of a run of 186,250 steps of the 1B model"
-    hours = _table("method", *(f"{gbit_s:g} Gbit/s" for gbit_s in WALL_CLOCK_GBIT_S), title=title)
+    hours = new_table("method", *(f"{gbit_s:g} Gbit/s" for gbit_s in WALL_CLOCK_GBIT_S), title=title)
     for method, row in wall_clock_table().items():
         hours.add_row(method, *_beside(WALL_CLOCK_HOURS[method], row))
     yield hours
     yield "Published · simulated. The volume that fits data_parallel's bandwidths does not give its hours.\n"
     title = "arXiv 2501.18512, Tables 2 and 8: the 1B model overtrained"
-    costs = _table("method", "M", "tokens", "hours", "hours, 1 Gbit/s", "Tibit", names=3, title=title)
+    costs = new_table("method", "M", "tokens", "hours", "hours, 1 Gbit/s", "Tibit", names=3, title=title)
     for (method, num_replicas, billions), cost in overtraining_table().items():
         published = OVERTRAINING_COSTS[method, num_replicas, billions]
         costs.add_row(method, str(num_replicas), f"{billions}·10⁹", *_beside(published, cost))
@@ -136,7 +136,7 @@ def wall_clock_json(run: IdealizedRun) -> str:
 
 def hours_table(run: IdealizedRun) -> Table:
     """A row for each part."""
-    table = _table("part", "hours")
+    table = new_table("part", "hours")
     table.add_row("compute", f"{run.compute_seconds / 3600:,.2f}")
     table.add_row("gradients, at every step", f"{run.inside_seconds / 3600:,.2f}")
     table.add_row("outer gradients, as far as training waits", f"{run.between_seconds / 3600:,.2f}")
@@ -159,7 +159,7 @@ def _number(value: Any) -> Any:
 def fleet_table(outcomes: Sequence[Outcome]) -> Table:
     """A row for each method."""
     columns = ("goodput", "tokens per hour", "counted", "rounds late", "send to decided, s", "$ per 10⁹ tokens")
-    table = _table("method", *columns, title=f"{outcomes[0].seconds / 3600:,.1f} hours")
+    table = new_table("method", *columns, title=f"{outcomes[0].seconds / 3600:,.1f} hours")
     for outcome in outcomes:
         dollars, tokens = outcome.dollars(R2), outcome.tokens_per_hour * outcome.seconds / 3600
         table.add_row(
@@ -269,7 +269,7 @@ def _answer(task: Task, plan: Plan, data_parallel: Plan) -> str:
 def _methods(task: Task, rows: Sequence[Plan]) -> Table:
     """A row for each method as it is by default: the link that it needs, and what it does on this one."""
     columns = ("method", "τ", f"link for\n{task.target:.0%}", "compute\nutilization", "time")
-    table = _table(*columns, "sent per\nreplica")
+    table = new_table(*columns, "sent per\nreplica")
     for row in rows:
         settings, needed = row.model.settings, row.needed_gbit_s
         table.add_row(
@@ -297,7 +297,7 @@ def _bytes(number: float) -> str:
 
 def _settings(task: Task, plans: Sequence[Plan]) -> Iterator[Table | str]:
     """A row for each setting that reaches the target."""
-    table = _table(
+    table = new_table(
         *("H", "τ", "layers per\nfragment", "wire", "combine", "compute\nutilization", "hours"),
         *("sent per\nreplica", "peak", "device memory,\nGiB", "with\noffload"),
         names=0,
@@ -385,7 +385,7 @@ def wire_parts(measurements: "Sequence[WireMeasurement]") -> Iterator[Table | st
         for speed in measurements[0].speeds
         for name in ("encode", "decode and add")
     ]
-    table = _table("codec", "bits per value", "relative error", *speeds)
+    table = new_table("codec", "bits per value", "relative error", *speeds)
     for measurement in measurements:
         cells = [measurement.wire, f"{measurement.bits_per_value:.3f}", f"{measurement.relative_error:.4f}"]
         for speed in measurement.speeds:

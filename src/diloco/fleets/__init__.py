@@ -1,0 +1,1 @@
+"""Fleets: machines and settings for a budget or a deadline."""

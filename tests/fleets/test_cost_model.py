@@ -1,0 +1,64 @@
+"""The model of a store's bill, beside the requests and bytes that real replicas count."""
+
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+from tests.fleets.cost_replica import (
+    ELEMENTS,
+    NUM_FRAGMENTS,
+    OVERLAP_STEPS,
+    POLL_SECONDS,
+    SNAPSHOT_ROUNDS,
+    STEP_SECONDS,
+    SYNC_EVERY,
+    live,
+)
+from tests.servers import Server
+
+from diloco.rendezvous.prices import Traffic, longest_poll, run_traffic
+from diloco.wire.formats import parse
+
+FIRST = 2 * SYNC_EVERY + 5
+"""No fragment is merged near this step: all that belongs to earlier rounds is over."""
+ROUND_TRIP_SECONDS = 0.003
+"""A request's, in SeaweedFS on this machine."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_shares", "joins"), [(1, 0), (3, 0), (1, 1)], ids=["gather", "shares", "a joiner"])
+def test_requests_and_bytes_are_within_5_percent_of_those_that_replicas_count(
+    seaweedfs: Server, num_shares: int, joins: int
+) -> None:
+    url, context, settings = seaweedfs.new_url(), get_context("forkserver"), dict[str, Any](num_replicas=3)
+    if num_shares > 1:
+        settings |= {"combine": "reduce_scatter", "num_shares": num_shares}
+    context.set_forkserver_preload(["tests.fleets.cost_replica", "diloco.rendezvous.store_rendezvous"])
+    with ProcessPoolExecutor(3 + joins, mp_context=context) as processes:
+        lives = [(f"r{m}", FIRST, FIRST + (8 + 4 * joins) * SYNC_EVERY) for m in range(3)]
+        lives += [(f"joiner{m}", 0, 3 * SYNC_EVERY) for m in range(joins)]
+        answers = [processes.submit(live, url, *one, seaweedfs.environment, **settings) for one in lives]
+        counted = [answer.result() for answer in answers]
+    sums = {name: sum(one[name] for one in counted) for name in Traffic.__dataclass_fields__}
+    members = Counter(counted[0]["members"])
+    expected = Traffic(creates=0, gets=0, bytes_up=0, bytes_down=0)
+    for num_replicas, num_steps in members.items():
+        expected += run_traffic(
+            num_replicas=num_replicas,
+            num_fragments=NUM_FRAGMENTS,
+            num_payloads=num_replicas * num_steps,
+            num_steps=num_steps,
+            payload_bytes=num_shares * parse("e3m0").payload_bytes(-(-ELEMENTS // num_shares)),
+            num_shares=num_shares,
+            num_joins=joins if num_replicas > 3 else 0,
+            state_bytes=8 * NUM_FRAGMENTS * ELEMENTS,
+            snapshot_rounds=SNAPSHOT_ROUNDS,
+            seconds=counted[0]["seconds"] * num_steps / members.total(),
+            poll_seconds=POLL_SECONDS,
+            longest_seconds=longest_poll(POLL_SECONDS, OVERLAP_STEPS * STEP_SECONDS),
+            round_trip_seconds=ROUND_TRIP_SECONDS,
+        )
+    assert (joins > 0) == (4 in members)
+    assert sums == {name: pytest.approx(value, rel=0.05) for name, value in vars(expected).items()}
