@@ -29,12 +29,12 @@ ROOMS = [
         "outer",
     ),
     *("exchange", "rendezvous", "engine", "publishing", "integrations", "models", "data", "evaluation"),
-    *("published", "simulator", "scaling", "training", "experiments", "report", "cli", "extend"),
+    *("published", "simulator", "scaling", "fleets", "training", "experiments", "report", "cli", "extend"),
 ]
 """A room imports only from rooms that stand before it."""
 ENTRANCES = ("__init__.py", "__main__.py")
 """Files of the package itself, which may import from every room."""
-WITHOUT_TORCH = ("presets", "auto", "schedule", "wire.formats", "published", "simulator", "scaling")
+WITHOUT_TORCH = ("presets", "auto", "schedule", "wire.formats", "published", "simulator", "scaling", "fleets")
 FOLDERS = ("src", "tests", "benchmarks", "examples", "docs")
 RIDDLES = ("found", "it", "of", "said", "those", "told", "what")
 """Names that no variable has: they do not say what it holds."""
@@ -44,6 +44,17 @@ MAX_FILES = 13
 FOREIGN_FLAGS = {
     "errors.py": {"--num-tokens"},
     "experiments/runner/machines.py": {"--head"},
+    "fleets/kubernetes.py": {"--filename", "--ignore-not-found", "--output", "--patch", "--selector", "--wait"},
+    "fleets/script.py": {
+        *("--master-addr", "--master-port", "--nnodes", "--node-rank", "--nproc-per-node"),
+        "--name",  # of the program, which is another machine's command line
+    },
+    "fleets/skypilot.py": {"--all", "--detach-run", "--env", "--name", "--output", "--yes"},
+    "fleets/slurm.py": {
+        *("--array", "--format", "--job-name", "--kill-on-bad-exit", "--me", "--name", "--no-requeue"),
+        *("--nodes", "--noheader", "--ntasks-per-node", "--open-mode", "--output", "--parsable", "--requeue"),
+        *("--signal", "--states"),
+    },
     "rendezvous/store.py": {"--master-addr"},
 }
 """Flags that a library file may spell: in a doctest of `UserError.spelled`, and those of other programs."""

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,15 +164,31 @@ class FleetRun:
 def read_fleet(path: Path) -> FleetRun:
     """A fleet and its run from TOML: the fields of `FleetRun`, and those of `Machines` in each [[machines]].
 
+    The tables `launch` are the launchers'.
+
     Raises:
         FileError: if it is no such file, naming what is wrong.
         UserError: if a number is out of range.
     """
+    values = fleet_values(path)
+    values.pop("launch", None)
+    kinds = values.get("machines")
+    for kind in kinds if isinstance(kinds, list) else ():
+        if isinstance(kind, dict):
+            kind.pop("launch", None)
+    return converted(values, FleetRun, source=str(path))
+
+
+def fleet_values(path: Path) -> dict[str, Any]:
+    """The tables of a fleet file.
+
+    Raises:
+        FileError: if it is no TOML.
+    """
     try:
-        values = tomllib.loads(read_bytes(path, most_bytes=1 << 20).decode())
+        return tomllib.loads(read_bytes(path, most_bytes=1 << 20).decode())
     except ValueError as error:
         raise FileError(f"{path} can't be read: {error}") from error
-    return converted(values, FleetRun, source=str(path))
 
 
 Method = Literal["data_parallel", "elastic_data_parallel", "fixed", "store"]

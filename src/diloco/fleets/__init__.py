@@ -1,0 +1,1 @@
+"""Fleets of machines: launched on the engines that people have."""
