@@ -118,10 +118,6 @@ class _Replica:
         self._process = subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with_parent)
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def pid(self) -> int:
-        """The number of the program's process."""
-        return self._process.pid
-
     def stop(self) -> None:
         """Ask the program to end, and wait for that."""
         self._process.terminate()
