@@ -12,7 +12,7 @@ from diloco.schema import Name
 
 EngineName = Literal["local", "slurm", "ray", "skypilot", "kubernetes"]
 State = Literal["waiting", "running", "finished", "failed", "stopped", "lost"]
-"""`waiting` for a machine, also after a preemption; `stopped` by a signal; `lost`: the engine knows nothing of it."""
+"""`waiting` for a machine, also after a preemption; `stopped` by a signal; `lost`: the engine does not know it."""
 
 EXIT_SUFFIX = ".exit"
 """The end of the name of the file with the exit code of a machine's program."""
@@ -101,7 +101,7 @@ def asked(command: Sequence[str], *, engine: str, seconds: float = 120.0) -> str
     except FileNotFoundError:
         raise UserError(f"{command[0]} is not installed here: launch where {engine} is") from None
     except subprocess.TimeoutExpired:
-        raise DilocoError(f"{command[0]} has not answered within {seconds:g} s: look at {engine}, then again") from None
+        raise DilocoError(f"{command[0]} has not answered within {seconds:g} s: try again later") from None
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or error.stdout or "").strip().splitlines()
         raise DilocoError(f"{engine} refuses {' '.join(command[:3])}: {lines[-1] if lines else error}") from None

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Annotated, Any
 
@@ -115,8 +116,8 @@ class Program:
     """
 
     command: str
-    """The program with its arguments. With a rendezvous each machine is a replica, and gets a name of its own: as the
-    name of `diloco train`, and for other programs in the variable DILOCO_NAME. Without one, all are a fixed group."""
+    """The program with its arguments. With a rendezvous each machine is a replica, and gets a name of its own:
+    that of `diloco train`, and for other programs the variable DILOCO_NAME. Without one, all are a fixed group."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables."""
     directory: str = "."
@@ -140,7 +141,7 @@ class Program:
             )
         if self.is_train and self.value_of("name") not in (None, "$DILOCO_NAME"):
             raise UserError(
-                f"command={self.command!r:.200} gives all replicas one name, of which each needs its own: leave it out",
+                f"command={self.command!r:.200} gives all replicas one name: leave it out, each gets its own",
                 "command",
             )
         for name in self.environment:
@@ -161,7 +162,7 @@ class Program:
     def is_train(self) -> bool:
         """True if the program is `diloco train`."""
         names = [PurePath(word).name for word in self.words]
-        return ("diloco", "train") in zip(names, names[1:], strict=False)
+        return ("diloco", "train") in pairwise(names)
 
     @property
     def rendezvous(self) -> str | None:
@@ -203,6 +204,15 @@ class Fleet:
             )
         if self.launch.rendezvous is None:
             self._check_group()
+            return
+        many = [kind for kind in self.machines if kind.launch.processes > 1]
+        if many or self.launch.address is not None:
+            field, value = ("processes", many[0].launch.processes) if many else ("address", self.launch.address)
+            raise UserError(
+                f"{field}={value} is for a fixed group, and command has a rendezvous: leave it out; the processes of "
+                "a replica are shards_per_replica",
+                *(field, "command"),
+            )
 
     def _check_group(self) -> None:
         program, words = self.launch, self.launch.words
@@ -215,7 +225,7 @@ class Fleet:
                 )
         if not program.is_train and words[0] not in ("python", "python3"):
             raise UserError(
-                f"command={program.command!r:.200} has no rendezvous, and torchrun starts the processes of a fixed group: "
+                f"command={program.command!r:.200} has no rendezvous, and torchrun starts a fixed group: "
                 "it must be diloco train …, or python PROGRAM …",
                 "command",
             )
@@ -262,7 +272,7 @@ def index_of(machine: str) -> int:
 
 
 def read_launch(path: Path) -> Fleet:
-    """What a fleet file says to launchers; what it says to the simulator may stand there, too.
+    """The part of a fleet file that launchers read; that of the simulator may stand there, too.
 
     Raises:
         FileError: if it is no such file, naming what is wrong.

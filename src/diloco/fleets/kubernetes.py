@@ -29,7 +29,7 @@ class Kubernetes:
         for kind in fleet.machines:
             if not re.fullmatch("[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?", kind.name):
                 raise UserError(
-                    f"name={kind.name!r} of machines: Kubernetes takes at most 32 small letters, digits and dashes",
+                    f"name={kind.name!r} of machines: Kubernetes takes 32 small letters, digits and dashes",
                     "name",
                 )
         refuse_directory_store(fleet, "Kubernetes")
@@ -84,8 +84,8 @@ class Kubernetes:
 def _check_name(name: str) -> None:
     if not re.fullmatch("[a-z]([a-z0-9-]{0,20}[a-z0-9])?", name):
         raise UserError(
-            f"{name!r} is no name of Kubernetes': name the launch's directory with at most 22 small letters, digits "
-            "and dashes, a letter first",
+            f"{name!r} is no name of Kubernetes': name the launch's directory with at most 22 small letters, "
+            "digits and dashes, a letter first",
             "output",
         )
 

@@ -1,4 +1,4 @@
-"""Launches: a fleet is started on an engine, looked at, made larger or smaller, and ended; each has a directory."""
+"""Launches: a fleet is started on an engine, looked at, resized, and ended; each launch has a directory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -29,7 +29,7 @@ _ENGINES: Mapping[EngineName, Engine] = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Record:
-    """What is known of a launch on disk."""
+    """The record of a launch on disk."""
 
     engine: EngineName
     """The engine."""
@@ -80,8 +80,8 @@ def start(fleet: Fleet, engine: EngineName, directory: Path) -> Launch:
         running = [name for name, state in states(directory).items() if state in ("waiting", "running")]
         if running:
             raise UserError(
-                f"{directory} is launched already, and {running[0]} has not ended: stop the launch, or choose another "
-                "output",
+                f"{directory} is launched already, and {running[0]} has not ended: stop the launch, or choose "
+                "another output",
                 "output",
             )
     planned(fleet, engine, directory)
@@ -130,7 +130,7 @@ def resize(directory: Path, counts: Mapping[str, int]) -> tuple[tuple[str, ...],
     fleet = record.fleet
     if fleet.launch.rendezvous is None:
         raise UserError(
-            f"{directory} runs a fixed group, whose members stay: stop it, and launch another with a resumed command"
+            f"{directory} runs a fixed group, whose members stay: stop it, and launch one of another size"
         )
     for name, count in counts.items():
         if count < 1:

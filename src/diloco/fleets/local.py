@@ -91,4 +91,6 @@ def _start_of(pid: int) -> str:
             return "" if fields[0] == "Z" else fields[19]
         return ""
     command = ["ps", "-o", "lstart=", "-p", str(pid)]
-    return " ".join(subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.split())
+    return " ".join(
+        subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.split()
+    )

@@ -28,7 +28,7 @@ class Ray:
         """Refuse fixed groups and containers."""
         if fleet.launch.rendezvous is None:
             raise UserError(
-                f"command={fleet.launch.command!r:.200} has no rendezvous: under Ray, replicas meet in a store, or a "
+                f"command={fleet.launch.command!r:.200} has no rendezvous: under Ray, replicas meet in a store; a "
                 "fixed group is made of TorchTrainers of your own, which diloco.integrations.ray serves",
                 *("command", "rendezvous"),
             )
@@ -166,8 +166,6 @@ def _connected(launch: Launch) -> Any:
         UserError: if there is none, or ray is not installed.
     """
     ray, address = require("ray", extra="ray"), launch.fleet.launch.ray_address
-    import ray.util.placement_group  # pyright: ignore[reportUnusedImport]
-
     if not ray.is_initialized():
         try:
             ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR")

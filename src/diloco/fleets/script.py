@@ -17,7 +17,7 @@ class Place:
     """A machine as its script finds it, in expressions of bash."""
 
     index: str
-    """Its number among its kind."""
+    """The number among its kind."""
     first: str = ""
     """HOST of the first machine of all (a fixed group)."""
     site: str = ""
