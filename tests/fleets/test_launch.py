@@ -334,7 +334,7 @@ def test_an_engine_that_refuses_or_is_not_there_says_so_and_what_was_accepted_is
         ),
         ("diloco train laptop --rendezvous s3://b/r", "", "kubernetes", "every program runs in a container"),
         ("diloco train laptop --rendezvous s3://b/r --name a", "", "local", "gives all replicas one name"),
-        ("diloco train laptop --rendezvous s3://b/r", "launch.processes = 8", "slurm", "processes=8 is for a fixed"),
+        ("diloco train laptop --rendezvous s3://b/r", "launch.processes = 8", "slurm", "processes=8 is for"),
         ("cd there && diloco train laptop", "", "local", "must be one program"),
         ("./program", "", "local", "must be diloco train …, or python PROGRAM …"),
         ("diloco train 'laptop", "", "local", "command.*can't be read"),

@@ -209,8 +209,8 @@ class Fleet:
         if many or self.launch.address is not None:
             field, value = ("processes", many[0].launch.processes) if many else ("address", self.launch.address)
             raise UserError(
-                f"{field}={value} is for a fixed group, and command has a rendezvous: leave it out; the processes of "
-                "a replica are shards_per_replica",
+                f"{field}={value} is for a fixed group, and command has a rendezvous: leave it out; the processes "
+                "of a replica are its shards_per_replica",
                 *(field, "command"),
             )
 
