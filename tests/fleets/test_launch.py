@@ -23,6 +23,7 @@ MACHINES = """
     name = "a100"
     count = 2
     launch.spot = true
+    launch.arguments = "--own"
     launch.slurm = { partition = "gpu", gres = "gpu:a100:8", time = "12:00:00", qos = "low" }
     launch.skypilot = { accelerators = "A100:8", cloud = "aws", region = "us-east-1" }
     launch.kubernetes = { resources = { "nvidia.com/gpu" = "8" }, node_selector = { gpu = "a100" } }
@@ -165,7 +166,7 @@ def test_skypilots_tasks_ask_for_the_machine_and_name_the_replica(tmp_path):
     task = yaml.safe_load(plan.files["a100.yaml"])
     assert task["resources"] == {"use_spot": True, "accelerators": "A100:8", "infra": "aws/us-east-1"}
     assert task["run"].splitlines()[-1] == (
-        'exec diloco train laptop --rendezvous s3://bucket/run --name "$DILOCO_NAME"'
+        'exec diloco train laptop --rendezvous s3://bucket/run --own --name "$DILOCO_NAME"'
     )
     assert yaml.safe_load(plan.files["4090.yaml"])["resources"] == {"use_spot": False}
     names = [shlex.join(command[5:9]) for command in plan.commands]
@@ -214,25 +215,16 @@ def test_sites_of_a_program_of_ones_own_are_joined_by_connect(tmp_path):
     text = "launch = { command = 'python sites.py --leader', address = 'host:29500' }\n"
     machines = MACHINES.replace("launch.spot = true", "launch.processes = 4")
     plan = planned(fleet_of(tmp_path, text + machines), "local", tmp_path / "run")
-    for name, index, arguments, replica in (
-        (
-            "a100",
-            "1",
-            "--nnodes 2 --nproc-per-node 4 --node-rank 1 --master-addr 127.0.0.1 --master-port 29400",
-            "0",
-        ),
-        (
-            "4090",
-            "0",
-            "--nnodes 1 --nproc-per-node 1 --node-rank 0 --master-addr 127.0.0.1 --master-port 29401",
-            "1",
-        ),
+    meeting = "--master-addr 127.0.0.1 --master-port"
+    for name, index, replica, arguments in (
+        ("a100", "1", "0", f"--nnodes 2 --nproc-per-node 4 --node-rank 1 {meeting} 29400 sites.py --leader --own"),
+        ("4090", "0", "1", f"--nnodes 1 --nproc-per-node 1 --node-rank 0 {meeting} 29401 sites.py --leader"),
     ):
         shown = "echo $DILOCO_ADDRESS $DILOCO_REPLICA $DILOCO_NUM_REPLICAS "
         script = plan.files[f"{name}.sh"].replace("torchrun ", shown)
         command = ["bash", "-c", script, "bash", index]
         run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True, cwd=tmp_path)
-        assert run.stdout.split() == ["host:29500", replica, "2", *arguments.split(), "sites.py", "--leader"]
+        assert run.stdout.split() == ["host:29500", replica, "2", *arguments.split()]
 
 
 KUBECTL = """#!{python}

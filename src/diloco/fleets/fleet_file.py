@@ -78,6 +78,8 @@ class Request:
 
     spot: bool = False
     """True if it may be taken away at any time."""
+    arguments: str = ""
+    """Words that follow the command on these machines, such as a batch of their own."""
     processes: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Processes per machine of a fixed group."""
     slurm: SlurmRequest = field(default_factory=SlurmRequest)

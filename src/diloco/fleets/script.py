@@ -28,12 +28,12 @@ class Place:
 
 def program_of(fleet: Fleet, kind: Kind, place: Place) -> list[str]:
     """The lines of bash that set a machine's variables, and last the one that is its program."""
-    program = fleet.launch
-    if program.rendezvous is None:
-        return _group_program(fleet, kind, place)
-    if program.is_train and program.value_of("name") is None:
-        return [f'{program.command} --name "$DILOCO_NAME"']
-    return [program.command]
+    program, own = fleet.launch, kind.launch.arguments
+    *lines, run = [program.command] if program.rendezvous is not None else _group_program(fleet, kind, place)
+    name = (
+        '--name "$DILOCO_NAME"' if program.is_train and program.rendezvous and not program.value_of("name") else ""
+    )
+    return [*lines, " ".join(filter(None, (run, own, name)))]
 
 
 def _group_program(fleet: Fleet, kind: Kind, place: Place) -> list[str]:
