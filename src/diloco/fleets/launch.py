@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diloco.errors import UserError
 from diloco.files import make_directory, write_json, writing
-from diloco.fleets.engine import Engine, EngineName, Launch, Plan, State
+from diloco.fleets.engine import EXIT_SUFFIX, Engine, EngineName, Launch, Plan, State
 from diloco.fleets.fleet_file import Fleet, index_of, kind_of
 from diloco.fleets.kubernetes import Kubernetes
 from diloco.fleets.local import Local
@@ -151,6 +151,8 @@ def resize(directory: Path, counts: Mapping[str, int]) -> tuple[tuple[str, ...],
 
 def _submit(record: _Record, directory: Path, names: Sequence[str]) -> Launch:
     _save(record, directory)
+    for name in names:
+        (directory / f"{name}{EXIT_SUFFIX}").unlink(missing_ok=True)  # of an earlier launch
     for name, job in _ENGINES[record.engine].submit(_launch(record, directory), names):
         record.jobs[name] = job
         _save(record, directory)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from diloco.errors import UserError
-from diloco.fleets.engine import EXIT_SUFFIX, Launch, Plan, State, ended, refuse_image
+from diloco.fleets.engine import Launch, Plan, State, ended, refuse_image
 from diloco.fleets.fleet_file import Fleet, index_of, kind_of
 from diloco.fleets.script import Place, script
 
@@ -43,7 +43,6 @@ class Local:
             raise UserError("bash is not installed here")
         append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         for name in names:
-            (launch.directory / f"{name}{EXIT_SUFFIX}").unlink(missing_ok=True)
             output = [
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_OPEN, 1, launch.file(f"{name}.log"), append, 0o644),

@@ -1,6 +1,7 @@
 """SkyPilot: a managed job per replica, which it starts again elsewhere when a spot machine is taken away."""
 
 import json
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from diloco.errors import UserError
@@ -92,5 +93,5 @@ def _task(launch: Launch, kind: Kind) -> dict[str, object]:
     if program.setup:
         task["setup"] = "\n".join(["set -e", *program.setup, ""])
     if program.directory != ".":
-        exports = [f"cd -- {program.directory}", *exports]
+        exports = [f"cd -- {shlex.quote(program.directory)}", *exports]
     return {**task, "run": "\n".join(["set -e", *exports, f"exec {run}", ""])}
