@@ -234,7 +234,7 @@ with Path("calls").open("a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\\n")
 PREFIX = "batch.kubernetes.io/job-"
 if sys.argv[1] == "get":
-    pods = [("0", "1", "Failed"), ("0", "2", "Running"), ("1", "1", "Succeeded")]
+    pods = [("0", "1", "Running"), ("0", "2", "Failed"), ("1", "1", "Succeeded")]
     items = [
         dict(
             metadata=dict(
@@ -253,7 +253,7 @@ from pathlib import Path
 with Path("calls").open("a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\\n")
 if sys.argv[1:3] == ["jobs", "queue"]:
-    rows = [(1, "run-a100-0", "FAILED"), (3, "run-a100-0", "RECOVERING"), (2, "run-a100-1", "RUNNING")]
+    rows = [(3, "run-a100-0", "RECOVERING"), (1, "run-a100-0", "FAILED"), (2, "run-a100-1", "RUNNING")]
     print(json.dumps([dict(job_id=i, job_name=name, status=status) for i, name, status in rows]))
 """
 
@@ -272,7 +272,7 @@ def test_the_engines_programs_are_called_and_their_answers_read(engine, program,
     start(fleet_of(tmp_path, image + STORE + MACHINES), engine, tmp_path / "run")
     seen = states(tmp_path / "run")
     expected = {
-        "kubernetes": {"a100-0": "running", "a100-1": "finished", "4090-0": "waiting"},
+        "kubernetes": {"a100-0": "failed", "a100-1": "finished", "4090-0": "waiting"},
         "skypilot": {"a100-0": "waiting", "a100-1": "running", "4090-0": "lost"},
     }
     assert seen == expected[engine]
