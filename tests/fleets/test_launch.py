@@ -114,9 +114,16 @@ def test_a_dry_run_writes_what_would_be_submitted_and_starts_nothing(tmp_path, c
     batch = str((directory / "a100.sbatch").absolute())
     assert lines[2] == f"sbatch --parsable --array=0,1 {batch}"
     assert {path.name for path in directory.iterdir()} == {"a100.sbatch", "4090.sbatch"}
-    with pytest.raises(SystemExit):
-        main(["launch", "status", "fleet"])
-    assert "holds no launch" in capsys.readouterr().err
+    for words, sentence in (
+        ("status fleet", "fleet holds no launch: "),
+        ("stauts fleet", "diloco launch has no 'stauts': did you mean status?"),
+        ("other.toml --on slurm", "diloco: other.toml can't be read: No such file"),
+        ("fleet.toml", "diloco launch start needs --on"),
+        ("resize fleet 4090", "'4090' is not KIND=COUNT"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["launch", *words.split()])
+        assert sentence in capsys.readouterr().err
 
 
 def directives(batch: str) -> dict[str, str]:

@@ -22,7 +22,7 @@ _Counts: TypeAlias = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.
 
 def run(arguments: list[str]) -> None:
     """Launch a fleet, or do with a launch what a command line asks."""
-    if arguments and arguments[0] not in _COMMANDS and not arguments[0].startswith("-"):
+    if arguments and (arguments[0].endswith(".toml") or Path(arguments[0]).is_file()):
         arguments = ["start", *arguments]
     if arguments and arguments[0].startswith("--") and not asks_for_help(arguments):
         raise UserError("name the fleet's file before the flags: diloco launch FLEET.toml --on ENGINE")
