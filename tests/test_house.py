@@ -44,6 +44,17 @@ MAX_FILES = 13
 FOREIGN_FLAGS = {
     "errors.py": {"--num-tokens"},
     "experiments/runner/machines.py": {"--head"},
+    "fleets/kubernetes.py": {"--filename", "--ignore-not-found", "--output", "--patch", "--selector", "--wait"},
+    "fleets/script.py": {
+        *("--master-addr", "--master-port", "--nnodes", "--node-rank", "--nproc-per-node"),
+        "--name",  # of the program, which is another machine's command line
+    },
+    "fleets/skypilot.py": {"--all", "--detach-run", "--env", "--name", "--output", "--yes"},
+    "fleets/slurm.py": {
+        *("--array", "--format", "--job-name", "--kill-on-bad-exit", "--me", "--name", "--no-requeue"),
+        *("--nodes", "--noheader", "--ntasks-per-node", "--open-mode", "--output", "--parsable", "--requeue"),
+        *("--signal", "--states"),
+    },
     "rendezvous/store.py": {"--master-addr"},
 }
 """Flags that a library file may spell: in a doctest of `UserError.spelled`, and those of other programs."""

@@ -2,9 +2,11 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -13,12 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.fleets.cases import NAMES, check_run, num_steps, wait, write_fleet
 from tests.integrations.jobs import meet_at
 from tests.ports import free_port
-from tests.processes import run_replicas
+from tests.processes import run_replicas, wait_for_end
 
 import diloco
+from diloco.cli.main import main
+from diloco.fleets.launch import states
 from diloco.outer.digest import parameters_hash
+from diloco.training.records.runs import LOCK_FILE
 
 pytestmark = pytest.mark.slow
 
@@ -138,31 +144,38 @@ def test_all_replicas_take_the_newest_checkpoint_that_all_have(without_ray):
     assert [taken for taken, _ in without_ray] == [["at 6", None, None]] * 2
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Ray on this machine."""
+    ray = pytest.importorskip("ray")
+    options = {"include_dashboard": False, "log_to_driver": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}", prepend=":")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process for each attempt
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # how often Ray looks for reports and deaths
+        ray.init(num_cpus=1, **options, _system_config={"prestart_worker_first_driver": False})
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
 @pytest.mark.timeout(600)  # Ray starts nine processes, most of which import torch
 @pytest.mark.filterwarnings("default")  # of ray
-def test_a_replica_under_ray_is_killed_and_both_resume(without_ray, tmp_path, monkeypatch):
-    ray = pytest.importorskip("ray")
+def test_a_replica_under_ray_is_killed_and_both_resume(cluster, without_ray, tmp_path, monkeypatch):
     from ray.train.v2.api import data_parallel_trainer as trainer
 
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}", prepend=":")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process for each attempt
-    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # how often Ray looks for reports and deaths
     # Without datasets of Ray's, and in a cluster that ends with its driver, three processes would do nothing.
     for callback in ("DatasetsCallback", "PlacementGroupCleanerCallback"):
         monkeypatch.setattr(trainer, callback, lambda **_: trainer.RayTrainCallback())
-    options = {"include_dashboard": False, "log_to_driver": False}
-    ray.init(num_cpus=1, **options, _system_config={"prestart_worker_first_driver": False})
-    try:
-        module = example()
-        module.train_loop_per_worker = killing(str(tmp_path))
-        address = f"127.0.0.1:{free_port()}"
-        with ThreadPoolExecutor() as sites:
-            other = (train_without_ray, 1, str(tmp_path), address)
-            joined = sites.submit(run_replicas, *other, joined=False, timeout_seconds=500, imports=IMPORTS)
-            result = module.fit({"replica": 0, "address": address}, str(tmp_path / "results"))
-    finally:
-        ray.shutdown()
+    module = example()
+    module.train_loop_per_worker = killing(str(tmp_path))
+    address = f"127.0.0.1:{free_port()}"
+    with ThreadPoolExecutor() as sites:
+        other = (train_without_ray, 1, str(tmp_path), address)
+        joined = sites.submit(run_replicas, *other, joined=False, timeout_seconds=500, imports=IMPORTS)
+        result = module.fit({"replica": 0, "address": address}, str(tmp_path / "results"))
     assert (tmp_path / "died").exists()
     (others,) = joined.result()
     hashes = [metrics["outer_hash"] for metrics in (result.metrics, others)]
@@ -171,3 +184,34 @@ def test_a_replica_under_ray_is_killed_and_both_resume(without_ray, tmp_path, mo
     with result.checkpoint.as_directory() as folder:
         shipped = torch.load(Path(folder, "state.pt"), weights_only=True)["model"]
     assert parameters_hash(shipped) == hashes[0], "the last checkpoint holds Θ"
+
+
+def process_of(run: Path) -> int:
+    """The number of the process that trains in a run's directory."""
+    return int((run / LOCK_FILE).read_text().split()[1])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("default")  # of ray
+def test_a_launch_on_ray_survives_the_death_of_an_actor(cluster, small_corpus, tmp_path, capsys):
+    small = "launch.ray = { resources = { CPU = 0.1 } }"
+    fleet = write_fleet(tmp_path, small_corpus, num_tokens=60_000, machine=small)
+    launch = tmp_path / "launch"
+    main(["launch", str(fleet), "--on", "ray", "--output", str(launch)])
+    wait(lambda: min(num_steps(tmp_path, name) for name in NAMES) >= 10)
+    run = tmp_path / "runs" / "b-0"
+    others = [process_of(tmp_path / "runs" / name) for name in ("a-0", "a-1")]
+    for other in others:  # the run is not to end before the third is back
+        os.killpg(other, signal.SIGSTOP)
+    killed = process_of(run)
+    (actor,) = re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{killed}/status").read_text())
+    os.kill(int(actor), signal.SIGKILL)
+    wait_for_end(killed)  # with its actor
+    before = num_steps(tmp_path, "b-0")
+    wait(lambda: num_steps(tmp_path, "b-0") > before)
+    assert set(states(launch).values()) == {"running"}
+    for other in others:
+        os.killpg(other, signal.SIGCONT)
+    wait(lambda: set(states(launch).values()) == {"finished"}, explain=lambda: states(launch))
+    check_run(tmp_path, interrupted="b-0", said_so=False)
+    assert {group["state"] for group in cluster.util.placement_group_table().values()} == {"REMOVED"}

@@ -1,1 +1,1 @@
-"""Fleets: machines and settings for a budget or a deadline."""
+"""Fleets of machines: chosen for a budget or a deadline, and launched on the engines that people have."""
