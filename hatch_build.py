@@ -1,6 +1,7 @@
 """Put native code into the wheel: all variants for the machine that CC compiles for, another than this one too.
 
-Without a compiler the wheel has no native code, and fits any machine: native.c is then compiled where it is first used.
+Without a compiler the wheel has no native code, and fits any machine: native.c is then compiled where it is first
+used.
 """
 
 import re

@@ -1,7 +1,7 @@
 """The compiler of native.c: for this very processor, or, as a wheel is built, in variants for any of its kind.
 
-All variants, and the code that is compiled for one processor, give the same bits. `hatch_build.py` runs this file where
-nothing is installed: it imports the standard library alone.
+All variants, and the code that is compiled for one processor, give the same bits. `hatch_build.py` runs this file
+where nothing is installed: it imports the standard library alone.
 """
 
 import os
@@ -35,10 +35,10 @@ class Variant:
         return f"native-{machine}-{self.name}.so"
 
 
-# Without VBMI, or tuned for any processor, AVX-512 encodes e3m0 a fifth slower than what is compiled for Zen 4 alone.
+# Without VBMI, or tuned for no processor, AVX-512 encodes e3m0 a fifth slower than code for Zen 4 alone.
 _TUNED = "-mtune=znver3"
-_AVX2 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe".split())
-_AVX512 = _AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl avx512vbmi".split())
+_AVX2 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"])
+_AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512vbmi"])
 _X86 = (
     Variant("avx512", ("-march=x86-64-v4", "-mavx512vbmi", _TUNED, _NARROW), _AVX512),
     Variant("avx2", ("-march=x86-64-v3", _TUNED), _AVX2),

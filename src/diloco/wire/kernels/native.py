@@ -1,7 +1,7 @@
 """The functions of native.c, on torch's tensors.
 
-Each gives the bits of the plain torch code beside which it is used, and replaces it where a wheel brought the library,
-or there is a C compiler.
+Each gives the bits of the plain torch code beside which it is used, and replaces it where a wheel brought the
+library, or there is a C compiler.
 """
 
 import ctypes
