@@ -21,6 +21,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -29,7 +30,7 @@ from diloco.errors import DilocoError, UserError
 from diloco.files import create, expanded, make_directory, os_error, require
 from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES
 
-with suppress(ModuleNotFoundError):  # a report of a run without a store needs none; Store.open refuses
+if TYPE_CHECKING or find_spec("obstore"):  # a report of a run without a store needs none; Store.open refuses
     import obstore
     import obstore.exceptions as obstore_errors
     from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.errors import UserError
+from diloco.files import require
 from diloco.published import rows
 
 Array = NDArray[np.float64]
