@@ -17,7 +17,7 @@ import diloco.extend
 ROOT = Path(__file__).parents[1]
 NEED_AN_EXTRA = ("integrations/", "evaluation/zero_shot.py")
 """Files that import the library of an extra at once: they are imported only where somebody has asked for it."""
-NOT_FOR_USERS = ("dev", "docs", "peers")
+NOT_FOR_USERS = ("dev", "docs", "peers", "release")
 WITH_TORCH = {"triton"}
 """Libraries that come with a PyTorch for GPUs, and are asked for nowhere else."""
 

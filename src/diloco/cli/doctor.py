@@ -30,7 +30,7 @@ _IMPORTED = ("train", "store")
 """Extras whose libraries are imported to see that they work; others take seconds."""
 
 
-_NOT_FOR_USERS = ("all", "dev", "docs", "peers")
+_NOT_FOR_USERS = ("all", "dev", "docs", "peers", "release")
 
 
 @dataclasses.dataclass(frozen=True)
