@@ -73,7 +73,7 @@ WITHOUT_TORCH ?=
 .PHONY: release
 release: env
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[release]'
-	$(BIN)/python benchmarks/release.py --pythons $(PYTHONS) --without-torch $(WITHOUT_TORCH)
+	$(BIN)/python release.py --pythons $(PYTHONS) --without-torch $(WITHOUT_TORCH)
 
 clean:
 	rm -rf .venv dist

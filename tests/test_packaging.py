@@ -1,4 +1,4 @@
-"""The wheel and the sdist: their files, native code's bits, and a run from the wheel in an environment of its own."""
+"""The wheel and the sdist: their files, the bits of native code, and a run in an environment of its own."""
 
 import os
 import platform
@@ -118,7 +118,7 @@ def test_the_wheel_trains_in_an_environment_of_its_own(
     environment |= {
         "PATH": str(python.parent),
         "XDG_CACHE_HOME": str(tmp_path),
-    }  # no compiler, and nothing compiled
+    }  # without a compiler
 
     def call(*command: object) -> str:
         words = [str(word) for word in command]

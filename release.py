@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parent
 ARM = "aarch64-linux-gnu-gcc"
 EXTRAS = ("", "train", "all")
 WITHOUT_TORCH = ("numpy", "jaxtyping", "safetensors", "msgspec", "xxhash", "tyro", "rich")
