@@ -2,8 +2,8 @@
 
     python -m hatchling build -t wheel && python benchmarks/native_code.py dist/diloco-*.whl
 
-Printed are ratios of medians of processor time on one thread: above 1, the wheel's code is slower. `same` is a copy
-of the library that is compiled here: what the ratios scatter by.
+Printed are ratios of medians of processor time on one thread: above 1, the wheel's code is slower. `same` is a
+copy of the library that is compiled here: what the ratios scatter by.
 """
 
 import argparse
