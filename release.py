@@ -78,14 +78,14 @@ def sha256(file: Path) -> str:
 
 
 def check(files: Sequence[Path]) -> None:
-    """What auditwheel and twine say."""
+    """Ask auditwheel and twine."""
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], check=True)
     for wheel in (file for file in files if file.suffix == ".whl"):
         command = [sys.executable, "-m", "auditwheel", "show", str(wheel)]
-        said = " ".join(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+        answer = " ".join(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
         tag = wheel.stem.rpartition("-")[2]
-        if f'"{tag}"' not in said:
-            raise SystemExit(f"auditwheel does not find {tag}: {said}")
+        if f'"{tag}"' not in answer:
+            raise SystemExit(f"auditwheel does not find {tag}: {answer}")
         print(f"auditwheel: {wheel.name} is consistent with {tag}")
 
 

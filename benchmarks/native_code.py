@@ -61,7 +61,7 @@ def libraries(wheel: Path, folder: Path) -> dict[str, Native]:
 
 
 def works(wires: list[str], vector: torch.Tensor) -> list[tuple[str, Callable[[], object]]]:
-    """What is timed for each codec."""
+    """The calls that are timed for each codec."""
     calls: list[tuple[str, Callable[[], object]]] = []
     for wire in wires:
         one, to = codec(wire), torch.zeros_like(vector)

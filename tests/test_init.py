@@ -33,15 +33,15 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 def names(requirements: Iterable[str]) -> set[str]:
     """The distributions of requirements, those of the extras among them included."""
-    found = set()
+    distributions = set()
     for text in requirements:
         if extras := re.fullmatch(r"diloco\[(.*)\]", text):
-            found |= names(
+            distributions |= names(
                 one for extra in extras[1].split(",") for one in PROJECT["optional-dependencies"][extra]
             )
         else:
-            found.add(re.sub(r"[-_.]+", "-", re.split(r"[\[<>=;]", text)[0]).lower())
-    return found
+            distributions.add(re.sub(r"[-_.]+", "-", re.split(r"[\[<>=;]", text)[0]).lower())
+    return distributions
 
 
 def libraries(node: ast.AST, extra: str = "") -> Iterator[tuple[str, str]]:

@@ -17,10 +17,10 @@ def parts(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str
     except SystemExit as end:
         code = end.code
     printed = capsys.readouterr()
-    found = {one["part"]: one for one in json.loads(printed.out)["parts"]}
-    broken = [one["part"] for one in found.values() if one["state"] == "broken"]
+    findings = {one["part"]: one for one in json.loads(printed.out)["parts"]}
+    broken = [one["part"] for one in findings.values() if one["state"] == "broken"]
     assert code == (1 if broken else None) and all(part in printed.err for part in broken)
-    return found
+    return findings
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +35,15 @@ def about(monkeypatch: pytest.MonkeyPatch) -> Message:
 
 
 def test_the_parts_of_this_machine_and_a_store_are_good(capsys, tmp_path):
-    found = parts(capsys, str(tmp_path / "store"))
-    assert {name for name, one in found.items() if one["state"] == "good"} >= {
+    findings = parts(capsys, str(tmp_path / "store"))
+    assert {name for name, one in findings.items() if one["state"] == "good"} >= {
         "torch",
         "threads",
         "network",
         "disk",
     }
-    assert found["extras"] == {"part": "extras", "state": "good", "text": "store"}
-    assert "50 races had one winner each" in found["store"]["text"]
+    assert findings["extras"] == {"part": "extras", "state": "good", "text": "store"}
+    assert "50 races had one winner each" in findings["store"]["text"]
     main(["doctor"])
     assert len(capsys.readouterr().out.splitlines()) <= 24, "one screen"
 
@@ -63,9 +63,9 @@ def test_what_is_installed_and_broken_ends_with_1(capsys, monkeypatch, tmp_path)
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     (tmp_path / "file").touch()
-    found = parts(capsys, str(tmp_path / "file"))
-    assert "obstore" in found["store"]["text"] and "nowhere0 is no interface" in found["network"]["text"]
-    assert found["network"]["state"] == "broken"
+    findings = parts(capsys, str(tmp_path / "file"))
+    assert "obstore" in findings["store"]["text"] and "nowhere0 is no interface" in findings["network"]["text"]
+    assert findings["network"]["state"] == "broken"
 
 
 def test_without_a_compiler_native_code_is_absent_or_comes_from_a_wheel(capsys, monkeypatch):

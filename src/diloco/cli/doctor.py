@@ -40,7 +40,7 @@ class Finding:
     part: str
     state: Literal["good", "absent", "broken"]
     text: str
-    """Its version or speed, or why it is absent or broken, and what to do."""
+    """A version or a speed, or the reason why it is absent or broken, and what to do."""
 
 
 def run(arguments: list[str]) -> None:
@@ -119,8 +119,8 @@ def _compiler(part: str) -> Finding:
 
     try:
         command = compiler()
-        said = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=20, check=True)
-        return Finding(part, "good", said.stdout.splitlines()[0])
+        answer = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=20, check=True)
+        return Finding(part, "good", answer.stdout.splitlines()[0])
     except OSError as error:
         return Finding(part, "absent", f"{error}; torch.compile and Triton need one, a wheel's native code none")
 
@@ -131,7 +131,7 @@ def _gpu(part: str) -> Finding:
     if torch.cuda.is_available():
         names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
         runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-        torch.ones(8, device="cuda").sum().item()
+        torch.ones(8, dtype=torch.float32, device="cuda").sum().item()
         return Finding(part, "good", f"{torch.cuda.device_count()} of {', '.join(names)}, {runtime}")
     if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
         built = torch.version.cuda or torch.version.hip or "CPUs"
@@ -212,8 +212,8 @@ def _extras() -> Iterator[Finding]:
         return
     needs: dict[str, list[str]] = {extra: [] for extra in about.get_all("Provides-Extra") or ()}
     for line in about.get_all("Requires-Dist") or ():
-        if found := re.search(r"""extra\s*==\s*['"]([\w-]+)""", line):
-            needs[found[1]].append(line)
+        if match := re.search(r"""extra\s*==\s*['"]([\w-]+)""", line):
+            needs[match[1]].append(line)
     names = {extra: _distributions(extra, needs) for extra in sorted(needs) if extra not in _NOT_FOR_USERS}
     there = [extra for extra, some in names.items() if all(map(_is_installed, some))]
     if there:

@@ -31,7 +31,7 @@ class Variant:
     """The processor's features without which it can't run, as Linux names them."""
 
     def file(self, machine: str) -> str:
-        """Its name beside native.c."""
+        """The name of the library beside native.c."""
         return f"native-{machine}-{self.name}.so"
 
 
