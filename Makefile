@@ -1,6 +1,7 @@
 # make train: train a language model with Streaming DiLoCo, here, now.
 # make test: lint, types, quick tests.   make test-all: all tests.   make coverage: what the tests reach.
 # make hostile: the fuzzers of tests/hostile for hours.
+# make release: sdist and wheels in dist/, checked, installed and run.
 # make gpu: the proof on a GPU, with the PyTorch of PYTHON; without a network, and none of it is installed.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -66,5 +67,13 @@ format: env
 docs docs-serve: env
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(filter docs,$@),build,serve)
 
+# Pythons that have a torch to install here, and those that are tried without one.
+PYTHONS ?= $(PYTHON)
+WITHOUT_TORCH ?=
+.PHONY: release
+release: env
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[release]'
+	$(BIN)/python release.py --pythons $(PYTHONS) --without-torch $(WITHOUT_TORCH)
+
 clean:
-	rm -rf .venv
+	rm -rf .venv dist

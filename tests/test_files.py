@@ -156,7 +156,7 @@ def test_an_integration_without_its_library_names_the_extra(monkeypatch, module,
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, f"diloco.integrations.{module}", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
-    sentence = rf"^{library} is not installed: run pip install '\.\[{module}\]' in diloco's clone$"
+    sentence = rf"^{library} is not installed: run pip install 'diloco\[{module}\]'$"
     for kind in (UserError, ImportError):
         with pytest.raises(kind, match=sentence):
             importlib.import_module(f"diloco.integrations.{module}")

@@ -15,48 +15,78 @@ import diloco
 import diloco.extend
 
 ROOT = Path(__file__).parents[1]
-NEED_AN_EXTRA = ("integrations/", "evaluation/zero_shot.py")
-"""Files that import the library of an extra at once: they are imported only where somebody has asked for it."""
-NOT_FOR_USERS = ("dev", "docs", "peers")
+COME_WITH = {
+    "cli/": "train",
+    "report/terminal/": "train",
+    "report/figures/": "pictures",
+    "models/hugging_face": "transformers",
+    "evaluation/zero_shot.py": "eval",
+    "integrations/": "*",
+}
+"""The extra that is asked for before a place is imported, or its functions called; an integration has its own."""
+NOT_FOR_USERS = ("dev", "docs", "peers", "release")
 WITH_TORCH = {"triton"}
 """Libraries that come with a PyTorch for GPUs, and are asked for nowhere else."""
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 
 def names(requirements: Iterable[str]) -> set[str]:
-    return {re.sub(r"[-_.]+", "-", re.split(r"[\[<>=;]", text)[0]).lower() for text in requirements}
-
-
-def libraries(path: Path) -> Iterator[tuple[str, bool]]:
-    """The libraries that a file imports, in functions too, and whether it does so when it is itself imported."""
-    module = ast.parse(path.read_text())
-    branches = (node for node in ast.walk(module) if isinstance(node, ast.If))
-    for_types = [node for node in branches if ast.unparse(node.test) == "TYPE_CHECKING"]
-    skipped = {id(inner) for node in for_types for inner in ast.walk(node)}
-    for node in (node for node in ast.walk(module) if id(node) not in skipped):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            imported = (
-                [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]
+    """The distributions of requirements, those of the extras among them included."""
+    distributions = set()
+    for text in requirements:
+        if extras := re.fullmatch(r"diloco\[(.*)\]", text):
+            distributions |= names(
+                one for extra in extras[1].split(",") for one in PROJECT["optional-dependencies"][extra]
             )
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("require", "import_module"):
-            imported = [str(word.value) for word in node.args[:1] if isinstance(word, ast.Constant)]
         else:
-            continue
-        roots = {name.partition(".")[0] for name in imported}
-        yield from ((root, node in module.body) for root in roots - {"diloco", *sys.stdlib_module_names})
+            distributions.add(re.sub(r"[-_.]+", "-", re.split(r"[\[<>=;]", text)[0]).lower())
+    return distributions
 
 
-def test_each_library_is_a_dependency_or_comes_with_an_extra():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    always, distributions = names(project["dependencies"]), packages_distributions()
-    extras = {name: extra for name, extra in project["optional-dependencies"].items() if name not in NOT_FOR_USERS}
-    sometimes = always.union(*map(names, extras.values()))
+def libraries(node: ast.AST, extra: str = "") -> Iterator[tuple[str, str]]:
+    """The libraries that code imports, in functions too, and the extra that a refusal names if one is missing."""
+    imported: list[str] = []
+    match node:
+        case ast.If(test=test) if "TYPE_CHECKING" in ast.unparse(test):
+            return
+        case ast.With(items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id="requiring")) as call)]):
+            extra = extra_of(call) or extra
+        case ast.Call(args=[ast.Constant(value=str() as name), *_]) if is_import(node):
+            imported, extra = [name], extra_of(node) or extra
+        case ast.Import(names=aliases):
+            imported = [alias.name for alias in aliases]
+        case ast.ImportFrom(module=module):
+            imported = [module or ""]
+    roots = {name.partition(".")[0] for name in imported}
+    yield from ((root, extra) for root in roots - {"diloco", *sys.stdlib_module_names})
+    for child in ast.iter_child_nodes(node):
+        yield from libraries(child, extra)
+
+
+def is_import(call: ast.Call) -> bool:
+    return ast.unparse(call.func).rpartition(".")[2] in ("require", "import_module")
+
+
+def extra_of(call: ast.Call) -> str:
+    """The extra that a call of `require` or `requiring` names; empty where it is computed."""
+    values = (word.value for word in call.keywords if word.arg == "extra")
+    return next((str(value.value) for value in values if isinstance(value, ast.Constant)), "")
+
+
+def test_each_library_is_a_dependency_or_comes_with_the_extra_that_a_refusal_names():
+    distributions = packages_distributions()
+    of_users = names(text for extra, some in EXTRAS.items() if extra not in NOT_FOR_USERS for text in some)
     wrong = []
     for path in sorted((ROOT / "src" / "diloco").rglob("*.py")):
         place = path.relative_to(ROOT / "src" / "diloco").as_posix()
-        for library, is_at_once in libraries(path):
-            declared = always if is_at_once and not place.startswith(NEED_AN_EXTRA) else sometimes
-            if not names(distributions.get(library, [library])) & (declared | WITH_TORCH):
-                wrong.append(f"{place} imports {library}")
+        of_place = next((extra for start, extra in COME_WITH.items() if place.startswith(start)), "")
+        for library, extra in libraries(ast.parse(path.read_text())):
+            declared = names(PROJECT["dependencies"]) | WITH_TORCH
+            for one in {extra, of_place} - {""}:
+                declared |= of_users if one == "*" and not extra else names(EXTRAS.get(one, ()))
+            if not names(distributions.get(library, [library])) & declared:
+                wrong.append(f"{place} imports {library}, which {extra or 'no extra'} installs")
     assert not wrong, "\n".join(wrong)
 
 
@@ -83,9 +113,31 @@ def test_every_public_name_can_be_loaded(module, some):
         _ = module.Nothing
 
 
-def test_a_fixed_group_loads_no_store_nor_keys():
-    code = "import sys, torch, diloco; diloco.StreamingDiLoCo; diloco.connect; diloco.codec('e3m0'); "
-    code += "names = {'cryptography', 'obstore', 'tyro', 'rich', 'triton', 'diloco.exchange.encrypted'}; "
-    code += "print(names & set(sys.modules))"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (process.stdout, process.stderr) == ("set()\n", "")
+WITHOUT_EXTRAS = """
+import sys
+sys.modules.update(dict.fromkeys({libraries}))
+import torch, diloco
+from diloco.cli.main import main
+from diloco.rendezvous.store import Store
+diloco.StreamingDiLoCo, diloco.connect
+diloco.codec("e3m0").encode(torch.ones(300))
+print({{"diloco.exchange.encrypted", "triton"}} & set(sys.modules))
+for act, words in (main, ["train", "tiny"]), (Store.open, "meeting"), (main, ["doctor"]):
+    try:
+        act(words)
+    except (SystemExit, diloco.UserError) as end:
+        print("end:", end)
+"""
+
+
+def test_the_core_works_without_extras_and_names_the_one_that_is_missing(tmp_path):
+    absent = names(EXTRAS["all"]) - names(PROJECT["dependencies"])
+    code = WITHOUT_EXTRAS.format(libraries={name.replace("-", "_") for name in absent})
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert process.stderr == "diloco: tyro is not installed: run pip install 'diloco[train]'\n"
+    loaded, train, store, *doctor = process.stdout.splitlines()
+    assert (loaded, train) == ("set()", "end: 2")
+    assert store == "end: obstore is not installed: run pip install 'diloco[store]'"
+    assert any(line.startswith("+ torch ") for line in doctor)

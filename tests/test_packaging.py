@@ -1,6 +1,9 @@
-"""The wheel and the sdist: their files, and a run from the wheel in an environment of its own."""
+"""The wheel and the sdist: their files, the bits of native code, and a run in an environment of its own."""
 
 import os
+import platform
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -11,8 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from diloco.wire.kernels.compiling import SOURCE, Variant, compile_native, compiler, features, variants
+from diloco.wire.kernels.native import compiled_library
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
+HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
+ARM, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +42,62 @@ def package_files() -> set[str]:
 def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]):
     with zipfile.ZipFile(built[0]) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert names == package_files()
+    machine = platform.machine()
+    native = {f"diloco/wire/kernels/{one.file(machine)}" for one in variants(machine)} if HAS_COMPILER else set()
+    assert names == package_files() | native
     assert {"diloco/py.typed", "diloco/wire/kernels/native.c"} <= names
+
+
+@pytest.fixture(scope="module")
+def libraries(built: tuple[Path, Path], tmp_path_factory) -> dict[Variant, Path]:
+    """The native libraries of the wheel."""
+    folder, machine = tmp_path_factory.mktemp("wheel"), platform.machine()
+    with zipfile.ZipFile(built[0]) as wheel:
+        return {
+            one: Path(wheel.extract(f"diloco/wire/kernels/{one.file(machine)}", folder))
+            for one in variants(machine)
+        }
+
+
+def bits(folder: Path, library: Path, compiler: list[str], *emulator: str) -> str:
+    """The output of bits.c about a library, which runs on this machine or in an emulator."""
+    program = folder / "bits"
+    subprocess.run([*compiler, "-O1", ROOT / "tests/wire/bits.c", "-o", program, "-ldl"], check=True, timeout=60)
+    done = subprocess.run([*emulator, program, library], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="native.c needs a C compiler")
+def test_each_library_that_can_run_here_has_the_bits_of_what_is_compiled_here(libraries, tmp_path):
+    expected = bits(tmp_path, Path(compiled_library()._name), compiler())
+    assert len(expected.splitlines()) == 18 and len(set(expected.split()[1::2])) == 18
+    for variant, library in libraries.items():
+        if variant.needs <= features():
+            assert bits(tmp_path, library, compiler()) == expected, variant.name
+
+
+@pytest.mark.skipif(not (shutil.which(ARM) and shutil.which(EMULATOR)), reason=f"needs {ARM} and {EMULATOR}")
+def test_the_library_for_arm_has_the_same_bits(tmp_path):
+    compile_native([ARM], [variants("aarch64")[0].flags], tmp_path / "arm.so", SOURCE)
+    emulator = [EMULATOR, "-L", "/usr/aarch64-linux-gnu"]
+    here = bits(tmp_path, Path(compiled_library()._name), compiler())
+    assert bits(tmp_path, tmp_path / "arm.so", [ARM], *emulator) == here
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="native.c needs a C compiler")
+def test_the_wheel_fits_any_linux_with_an_old_glibc_and_needs_no_other_library(built, libraries):
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        assert built[0].stem.split("-")[2:] == ["py3", "none", f"manylinux_2_17_{platform.machine()}"]
+    for library in libraries.values():
+        assert {*re.findall(rb"\0(lib\w+)\.so", library.read_bytes())} <= {b"libc", b"libm"}
 
 
 def test_the_sdist_holds_what_the_tests_need(built: tuple[Path, Path]):
     with tarfile.open(built[1]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {f"src/{name}" for name in package_files()} <= names
-    assert {"README.md", "LICENSE", "pyproject.toml", "constraints.txt", "Makefile"} <= names
+    assert {"hatch_build.py", "README.md", "LICENSE", "pyproject.toml", "constraints.txt", "Makefile"} <= names
     assert {"tests/conftest.py", "benchmarks/links.py", "examples/own_loop.py"} <= names
 
 
@@ -59,7 +114,11 @@ def test_the_wheel_trains_in_an_environment_of_its_own(
         check=True,
     ).stdout.strip()
     Path(site_packages, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CC")}
+    environment |= {
+        "PATH": str(python.parent),
+        "XDG_CACHE_HOME": str(tmp_path),
+    }  # without a compiler
 
     def call(*command: object) -> str:
         words = [str(word) for word in command]
@@ -69,7 +128,10 @@ def test_the_wheel_trains_in_an_environment_of_its_own(
 
     installer = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet"]
     call(*installer, "--ignore-installed", "--disable-pip-version-check", built[0])
-    assert call(python, "-c", "import diloco; print(diloco.__file__)").startswith(site_packages)
+    where = "import diloco.wire.kernels.native as it; print(it.__file__, it.native() and it.native().path.parent)"
+    file, folder = call(python, "-W", "ignore", "-c", where).split()
+    assert Path(file).parent.is_relative_to(site_packages)
+    assert folder == (str(Path(file).parent) if HAS_COMPILER else "None")
     data = ["--data.train", small_corpus, "--data.held-out-fraction", "0.1", "--num-replicas", "1"]
     call(python.with_name("diloco"), "train", "tiny", "--name", "packaged", "--num-tokens", 20 * 8 * 64, *data)
     assert (tmp_path / "runs" / "packaged" / "summary.json").exists()

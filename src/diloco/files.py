@@ -265,17 +265,15 @@ def require(module: str, *, extra: str) -> Any:
 
 
 @contextmanager
-def requiring(library: str, *, extra: str) -> Iterator[None]:
-    """Import from a library that diloco's optional dependencies `extra` install.
+def requiring(*libraries: str, extra: str) -> Iterator[None]:
+    """Import from libraries that diloco's optional dependencies `extra` install.
 
     Raises:
-        MissingLibraryError: if the library is not installed.
+        MissingLibraryError: if one of the libraries is not installed.
     """
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name != library:
+        if error.name not in libraries:
             raise
-        raise MissingLibraryError(
-            f"{library} is not installed: run pip install '.[{extra}]' in diloco's clone"
-        ) from error
+        raise MissingLibraryError(f"{error.name} is not installed: run pip install 'diloco[{extra}]'") from error

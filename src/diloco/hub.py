@@ -8,6 +8,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from diloco.errors import UserError
+from diloco.files import requiring
 
 _MOST_SECONDS = 5.0
 _OFFLINE = "HF_HUB_OFFLINE"
@@ -90,8 +91,9 @@ def hub_file(name: str, files: tuple[str, ...]) -> Path | None:
     """
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
         return None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RemoteEntryNotFoundError
+    with requiring("huggingface_hub", extra="train"):
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RemoteEntryNotFoundError
 
     for file in files:
         try:
@@ -126,7 +128,8 @@ def push(folder: Path, name: str) -> str:
     Raises:
         UserError: if the Hub does not answer, or refuses; `hf auth login` says who you are.
     """
-    from huggingface_hub import HfApi
+    with requiring("huggingface_hub", extra="train"):
+        from huggingface_hub import HfApi
 
     check_online("push_to_hub", name)
     hub = HfApi(endpoint=endpoint())

@@ -2,13 +2,18 @@
 
 import importlib.util
 import json
+import platform
 import re
 import shutil
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from diloco.wire.kernels.compiling import variants
+from diloco.wire.kernels.native import compiled_library
 
 from .scripts import BENCHMARKS, PROGRAMS, end_of, run, table
 from .test_laboratory import can_make_namespaces
@@ -267,6 +272,18 @@ def test_golden_tells_equal_runs_from_different_ones(tmp_path: Path):
     process = end_of("golden.py", file, "--compare", "--runs", name)
     assert process.returncode == 1 and f"1 runs differ: {name}" in process.stderr
     assert f"{name}: {values[name]['outer_hash']} {loss:.6f} differs" in process.stdout, "by so little"
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="native.c needs a C compiler")
+def test_native_code_of_a_wheel_is_timed(tmp_path: Path):
+    machine, wheel, library = platform.machine(), tmp_path / "a.whl", Path(compiled_library()._name)
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for variant in variants(machine):
+            archive.write(library, f"diloco/wire/kernels/{variant.file(machine)}")
+    printed = run("native_code.py", wheel, "--values", 3000, "--turns", 1, "--wires", "e3m0")
+    rows = re.findall(r"^\| (.*?) \| ([\d.]+) \|.*\| [\d.]+ \|$", printed, re.MULTILINE)
+    assert [name for name, _ in rows] == ["encode e3m0", "decode e3m0", "digest"]
+    assert all(float(same) > 0 for _, same in rows)
 
 
 def test_no_script_is_forgotten():

@@ -126,4 +126,4 @@ def test_without_matplotlib_it_says_what_to_install(capsys, tmp_path, monkeypatc
     for verb in ("timeline", "pictures"):
         with pytest.raises(SystemExit, match="2"):
             main(["simulate", verb, "--output", str(tmp_path)])
-        assert "pip install '.[pictures]' in diloco's clone" in capsys.readouterr().err
+        assert "pip install 'diloco[pictures]'" in capsys.readouterr().err

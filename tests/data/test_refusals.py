@@ -262,5 +262,5 @@ def test_a_missing_library_says_how_to_install_it(library, extra, name, tmp_path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt.zst").touch()
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(UserError, match=rf"pip install '.\[{extra}\]' in diloco's clone"):
+    with pytest.raises(UserError, match=rf"pip install 'diloco\[{extra}\]'"):
         list(documents(name))

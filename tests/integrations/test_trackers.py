@@ -177,7 +177,8 @@ def test_no_library_is_imported_before_its_tracker_is_made():
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("aim", "take tensorboard, wandb, mlflow"), ("wandb", r"run pip install '\.\[wandb\]'")]
+    ("name", "words"),
+    [("aim", "take tensorboard, wandb, mlflow"), ("wandb", r"pip install 'diloco\[wandb\]'")],
 )
 def test_a_tracker_that_is_unknown_or_not_installed_is_refused(name, words, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)

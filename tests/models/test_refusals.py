@@ -170,7 +170,9 @@ def test_a_damaged_config_names_its_file_and_a_missing_library_how_to_install_it
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match=r"transformers is not installed: run pip install '\.\[transformers\]'"):
+    with pytest.raises(
+        UserError, match=r"transformers is not installed: run pip install 'diloco\[transformers\]'"
+    ):
         hugging_face_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(FileError, match=r"config\.json can't be read: "):
@@ -214,5 +216,5 @@ def test_weights_that_changed_are_gone_or_make_no_model_are_refused(tmp_path, mo
     with pytest.raises(UserError, match=r"model\.lora=rank=2,targets=q_proj does not suit the model: Target modu"):
         other.build(seed=0)
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r"peft is not installed: run pip install '\.\[lora\]'"):
+    with pytest.raises(UserError, match=r"peft is not installed: run pip install 'diloco\[lora\]'"):
         other.build(seed=0)

@@ -166,7 +166,7 @@ def test_among_equally_low_fits_the_best_at_the_largest_size_is_kept(monkeypatch
         fun, x = next(ends)
         return SimpleNamespace(fun=fun, x=x)
 
-    monkeypatch.setattr(parametric, "minimize", minimize)
+    monkeypatch.setattr("scipy.optimize.minimize", minimize)
     fit = fit_parametric(FORMS["product"], n, m, loss)
     assert fit.coefficients["log A"] == pytest.approx(math.log(18.0) + 0.01)
     assert fit.residual == pytest.approx(0.01, abs=0.004) and fit.residual_of_all < 0.004

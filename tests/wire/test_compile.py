@@ -14,7 +14,7 @@ from diloco.wire.kernels.native import compiled_library
 def _compiled_in_less_time(monkeypatch, tmp_path_factory):
     source = tmp_path_factory.mktemp("source") / "short.c"
     source.write_text("int short_bits = 4;\n")
-    monkeypatch.setattr(compiling, "_SOURCE", source)
+    monkeypatch.setattr(compiling, "SOURCE", source)
 
 
 def test_without_a_compiler_the_error_says_what_to_do(monkeypatch):
@@ -34,7 +34,7 @@ def test_a_compiler_that_fails_is_quoted_with_its_flags(monkeypatch, tmp_path):
 
 def test_native_code_is_compiled_once_for_all_processes(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with patch.object(compiling, "_compile", wraps=compiling._compile) as made:
+    with patch.object(compiling, "compile_native", wraps=compiling.compile_native) as made:
         first = Path(compiled_library()._name)
         assert Path(compiled_library()._name) == first and first.parent == tmp_path / "cache" / "diloco"
         assert made.call_count == 1

@@ -178,7 +178,7 @@ def test_a_library_that_cannot_be_had_is_done_without_and_one_warning(part, monk
         raise OSError("wrong architecture")
 
     (tmp_path / "short.c").write_text("int short_bits = 4;\n")  # compiled in less time
-    monkeypatch.setattr(native, "_SOURCE", tmp_path / "short.c")
+    monkeypatch.setattr(native, "SOURCE", tmp_path / "short.c")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(part, fail)
     message = r"native.c could not be compiled or loaded: using slower PyTorch code .* results .wrong architecture"

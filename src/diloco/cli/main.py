@@ -17,6 +17,7 @@ from diloco.cli._explain import explained
 from diloco.cli._foreign import command
 from diloco.cli._streams import safe_streams
 from diloco.errors import UserError, nearest
+from diloco.files import requiring
 from diloco.version import __version__
 
 
@@ -25,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     with safe_streams(), explained():
         if words and words[0] in verbs():
-            import_module(f"{cli.__name__}.{words[0]}").run(words[1:])
+            with requiring("tyro", "rich", extra="train"):
+                import_module(f"{cli.__name__}.{words[0]}").run(words[1:])
         else:
             _run_no_verb(words)
 

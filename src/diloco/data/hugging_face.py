@@ -6,7 +6,7 @@ from typing import Any
 
 from diloco.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from diloco.errors import UserError
-from diloco.files import require
+from diloco.files import require, requiring
 
 
 def hugging_face_json(tokenizer: Tokenizer) -> tuple[str, str]:
@@ -18,7 +18,8 @@ def hugging_face_json(tokenizer: Tokenizer) -> tuple[str, str]:
     Raises:
         UserError: for a SentencePiece model that the library tokenizers can't compute.
     """
-    from tokenizers.processors import TemplateProcessing
+    with requiring("tokenizers", extra="train"):
+        from tokenizers.processors import TemplateProcessing
 
     backend = _backend(tokenizer)
     bos = backend.id_to_token(tokenizer.bos_id)
@@ -39,10 +40,11 @@ def _backend(tokenizer: Tokenizer) -> Any:
 
 def _bytewise() -> Any:
     """`ByteTokenizer` as the library's tokenizer: one token per byte, whose value is the id."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
+    with requiring("tokenizers", extra="train"):
+        from tokenizers import Tokenizer as Backend
+        from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+        from tokenizers.models import BPE
+        from tokenizers.pre_tokenizers import ByteLevel
 
     # A printable character stands for each byte: its own, or the next free one from U+0100 on.
     own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
@@ -67,10 +69,11 @@ _SPACE = "▁"
 
 def _pieces(tokenizer: SentencePieceTokenizer) -> Any:
     """A SentencePiece model as the library's tokenizer; transformers' own converter gives texts other ids."""
-    from tokenizers import Regex, decoders
-    from tokenizers import Tokenizer as Backend
-    from tokenizers.models import BPE, Unigram
-    from tokenizers.pre_tokenizers import Split
+    with requiring("tokenizers", extra="train"):
+        from tokenizers import Regex, decoders
+        from tokenizers import Tokenizer as Backend
+        from tokenizers.models import BPE, Unigram
+        from tokenizers.pre_tokenizers import Split
 
     proto = require("sentencepiece.sentencepiece_model_pb2", extra="data").ModelProto.FromString(tokenizer.content)
     trainer = proto.trainer_spec
@@ -136,7 +139,8 @@ def _merges(pieces: Any) -> list[tuple[str, str]]:
 
 def _normalizer(spec: Any) -> Any:
     """SentencePiece's normalisation of a text, spaces at its ends and in its middle included."""
-    from tokenizers import Regex, normalizers
+    with requiring("tokenizers", extra="train"):
+        from tokenizers import Regex, normalizers
 
     steps = []
     if spec.precompiled_charsmap:

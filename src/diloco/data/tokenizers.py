@@ -9,7 +9,7 @@ import numpy as np
 
 from diloco.data.shards import INDEX_FILE, MOST_TOKENS, read_index
 from diloco.errors import UserError
-from diloco.files import expanded, require, sha256, write_atomically
+from diloco.files import expanded, require, requiring, sha256, write_atomically
 from diloco.hub import hub_file
 from diloco.schema import read_bytes
 
@@ -144,7 +144,8 @@ class HuggingFaceTokenizer:
 
     def backend(self) -> Any:
         """A new tokenizer of the library, as the file defines it, but without truncation and padding."""
-        from tokenizers import Tokenizer as Backend
+        with requiring("tokenizers", extra="train"):
+            from tokenizers import Tokenizer as Backend
 
         backend = Backend.from_buffer(self._content)
         backend.no_truncation()
@@ -232,11 +233,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     Raises:
         UserError: if `vocab_size` is too small to hold all bytes, or too large for these texts.
     """
-    from tokenizers import Tokenizer as Backend
-    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-    from tokenizers.trainers import BpeTrainer
+    with requiring("tokenizers", extra="train"):
+        from tokenizers import Tokenizer as Backend
+        from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+        from tokenizers.models import BPE
+        from tokenizers.pre_tokenizers import ByteLevel
+        from tokenizers.trainers import BpeTrainer
 
     if not ByteTokenizer.vocab_size <= vocab_size <= MOST_TOKENS:  # the library allocates for all of them at once
         sizes = f"take bpe:257 at least, which holds 256 bytes and BOS, and bpe:{MOST_TOKENS} at the most"

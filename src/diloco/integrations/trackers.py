@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, Protocol
 
 from diloco.errors import UserError
-from diloco.files import make_directory, require, write_atomically, writing
+from diloco.files import make_directory, require, requiring, write_atomically, writing
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Hyperparameters = Mapping[str, str | int | float | bool]
@@ -77,8 +77,9 @@ class TensorBoard:
     def __init__(
         self, run: str, replica: int, hparams: Hyperparameters, directory: Path, after_step: int = 0
     ) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams as summaries_of
+        with requiring("tensorboard", extra="train"):
+            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard.summary import hparams as summaries_of
 
         where = directory / "tensorboard" / f"replica-{replica}"
         self._where = where

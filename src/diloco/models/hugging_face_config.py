@@ -15,13 +15,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import tyro
-
 from diloco.errors import FileError, UserError
-from diloco.files import expanded, reading, require, sha256, writing
+from diloco.files import expanded, reading, require, requiring, sha256, writing
 from diloco.hub import hub_file
 from diloco.models.spec import ModelConfig
 from diloco.schema import converted, read_json
+
+with requiring("tyro", extra="train"):
+    import tyro
 
 if TYPE_CHECKING:
     from torch import nn

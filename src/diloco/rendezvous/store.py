@@ -21,18 +21,20 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
-import obstore
-import obstore.exceptions as obstore_errors
-from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
-from obstore.store import LocalStore, S3Store, from_url
-
 from diloco.errors import DilocoError, UserError
-from diloco.files import create, expanded, make_directory, os_error
+from diloco.files import create, expanded, make_directory, os_error, require
 from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES
+
+if TYPE_CHECKING or find_spec("obstore"):  # a report of a run without a store needs none; Store.open refuses
+    import obstore
+    import obstore.exceptions as obstore_errors
+    from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+    from obstore.store import LocalStore, S3Store, from_url
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
@@ -430,7 +432,9 @@ class Store:
         Raises:
             UserError: for a wrong URL or scheme, or a directory whose parent does not exist.
             FileWriteError: for a directory that can't be made.
+            MissingLibraryError: without the extra `store`.
         """
+        require("obstore", extra="store")
         url, client = client_of(url)
         return cls(url, client, timeout_seconds=timeout_seconds)
 

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import minimize
-from threadpoolctl import threadpool_limits
 
 from diloco.errors import UserError
+from diloco.files import require
 from diloco.published import rows
 
 Array = NDArray[np.float64]
@@ -145,8 +144,10 @@ def fit_parametric(
     bounds = [_BOUNDS[symbol] for symbol in form.ranges]
     ends: list[tuple[float, float, Array]] = []  # training loss, residual at the largest, coefficients
     fitted = (form, n[~is_largest], m[~is_largest], y[~is_largest])
+    minimize = require("scipy.optimize", extra="scaling").minimize
+    threads = require("threadpoolctl", extra="scaling").threadpool_limits
     # For matrices this small, threads take a thousand times longer.
-    with threadpool_limits(1), np.errstate(over="ignore", invalid="ignore"):
+    with threads(1), np.errstate(over="ignore", invalid="ignore"):
         for start in generator.uniform(low, high, size=(NUM_STARTS, len(low))):
             end = minimize(_huber, start, fitted, jac=True, method="L-BFGS-B", bounds=bounds, options=_OPTIONS)
             predicted, _ = _evaluate(end.x, form, n[is_largest], m[is_largest])

@@ -24,11 +24,13 @@ from datetime import datetime
 from pathlib import Path
 from threading import Lock, Thread
 
-from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
-
 from diloco.errors import ExchangeError, UserError
+from diloco.files import requiring
+
+with requiring("cryptography", extra="store"):
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 
 _LOG = logging.getLogger("diloco")
 

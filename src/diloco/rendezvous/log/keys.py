@@ -18,20 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import msgspec
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
 
 from diloco.errors import DilocoError, FileError, UserError
-from diloco.files import expanded, writing
+from diloco.files import expanded, requiring, writing
 from diloco.schema import decoded
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from typing_extensions import Buffer
 
 VARIABLE = "DILOCO_KEY"
@@ -51,7 +44,7 @@ class Signer:
         key: the private key.
     """
 
-    def __init__(self, key: Ed25519PrivateKey | None = None) -> None:
+    def __init__(self, key: "Ed25519PrivateKey | None" = None) -> None:
         self._key = key
         self.public = "" if key is None else key.public_key().public_bytes_raw().hex()
         """The public key, 64 hexadecimal digits; empty without one."""
@@ -88,6 +81,10 @@ def write_key(path: Path) -> str:
         UserError: if the file exists: a key that is lost can't be made again.
         FileWriteError: if it can't be written.
     """
+    with requiring("cryptography", extra="store"):
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
     key = Ed25519PrivateKey.generate()
     text = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     try:
@@ -122,6 +119,10 @@ def check(public: str, signature: str, message: bytes, *, source: str) -> None:
         return
     if not signature:
         raise ForgedError(f"{source} is not signed: it should be by the key {public}")
+    with requiring("cryptography", extra="store"):
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
     try:
         if not re.fullmatch("[0-9a-f]{128}", signature):
             raise InvalidSignature
@@ -132,7 +133,11 @@ def check(public: str, signature: str, message: bytes, *, source: str) -> None:
         raise ForgedError(f"{source} is forged: its signature is not that of the key {public}") from None
 
 
-def _read_key(path: Path) -> Ed25519PrivateKey:
+def _read_key(path: Path) -> "Ed25519PrivateKey":
+    with requiring("cryptography", extra="store"):
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
     try:
         # Not blocking: a pipe that nobody writes to would hang.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:

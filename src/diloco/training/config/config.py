@@ -7,16 +7,18 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, 
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
-import tyro
-
 from diloco.data.config import DataConfig
 from diloco.errors import FileError, UserError
+from diloco.files import requiring
 from diloco.integrations.trackers import TrackerName
 from diloco.models.families import DEFAULT_FAMILY, load_family
 from diloco.models.spec import ModelConfig
 from diloco.presets import DilocoSettings, Method
 from diloco.rendezvous.log.entries import MOST_SHARES
 from diloco.schema import converted, flat
+
+with requiring("tyro", extra="train"):
+    import tyro
 
 _Config = TypeVar("_Config")
 

@@ -1,14 +1,13 @@
 """The functions of native.c, on torch's tensors.
 
-Each gives the bits of the plain torch code beside which it is used, and replaces it where there is a C compiler.
+Each gives the bits of the plain torch code beside which it is used, and replaces it where a wheel brought the
+library, or there is a C compiler.
 """
 
 import ctypes
 import functools
 import os
 import platform
-import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,16 +24,29 @@ from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.files import sha256, write_atomically
+from diloco.wire.kernels.compiling import (
+    FLAGS,
+    SOURCE,
+    THIS_PROCESSOR,
+    compile_native,
+    compiler,
+    features,
+    processor_lines,
+    variants,
+)
 
 T = TypeVar("T")
-_SOURCE = Path(__file__).with_name("native.c")
 
 
-_FLAGS = ("-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-
-
-# 512 bits make encoding a fifth slower on Zen 4.
-_PROCESSOR_FLAGS = (("-march=native", "-mprefer-vector-width=256"), ("-march=native",), ("-mcpu=native",), ())
+def shipped_library() -> ctypes.CDLL | None:
+    """The fastest library for this processor that came with the package, in a wheel; None if there is none."""
+    machine, there = platform.machine(), features()
+    for variant in variants(machine):
+        library = SOURCE.with_name(variant.file(machine))
+        if variant.needs <= there and library.exists():
+            with suppress(OSError):  # of another C library
+                return ctypes.CDLL(str(library))
+    return None
 
 
 def compiled_library() -> ctypes.CDLL:
@@ -44,8 +56,8 @@ def compiled_library() -> ctypes.CDLL:
         OSError: if there is no compiler, or it fails, or what it makes can't be loaded.
         subprocess.SubprocessError: if the compiler does not end.
     """
-    compiler = _compiler()
-    identity = repr((_SOURCE.read_bytes(), compiler, _FLAGS, _PROCESSOR_FLAGS, platform.machine(), _processor()))
+    command = compiler()
+    identity = repr((SOURCE.read_bytes(), command, FLAGS, THIS_PROCESSOR, platform.machine(), _processor()))
     name = f"native-{sha256(identity.encode())[:16]}.so"
     cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco" / name
     if cached.exists():
@@ -53,7 +65,7 @@ def compiled_library() -> ctypes.CDLL:
             return ctypes.CDLL(str(cached))
     with tempfile.TemporaryDirectory() as scratch:
         library = Path(scratch) / name
-        _compile(compiler, library)
+        compile_native(command, THIS_PROCESSOR, library, SOURCE)
         try:
             cached.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(cached, [library.read_bytes()])
@@ -62,41 +74,10 @@ def compiled_library() -> ctypes.CDLL:
             return ctypes.CDLL(str(library))  # which stays when its file is gone
 
 
-def _compiler() -> list[str]:
-    """The command of a C compiler."""
-    try:
-        compiler = shlex.split(os.environ.get("CC", ""))
-    except ValueError as error:
-        raise OSError(f"CC={os.environ['CC']} is no command: {error}") from error
-    compiler = compiler or list(filter(shutil.which, ("cc", "gcc", "clang")))[:1]
-    if not compiler:
-        raise OSError("no C compiler was found (install gcc or clang, or name one in CC)")
-    return compiler
-
-
-def _compile(compiler: list[str], output: Path) -> None:
-    """Compile with the first flags for the processor that the compiler knows."""
-    complaint = ""
-    for processor_flags in _PROCESSOR_FLAGS:
-        command = [*compiler, *_FLAGS, *processor_flags, str(_SOURCE), "-o", str(output), "-lm"]
-        done = subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", timeout=300, check=False
-        )
-        if done.returncode == 0:
-            return
-        complaint = " ".join(done.stderr.split())[-300:]
-    raise OSError(f"{shlex.join(compiler)} failed: {complaint}")
-
-
 def _processor() -> str:
     """The properties of the processor on which -march=native depends."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    return repr(
-        sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
-    )
+    lines = processor_lines(("model name", "flags", "Features", "CPU part"))
+    return repr(sorted(lines)) if lines else platform.processor()
 
 
 OUTER_STEPS = {torch.float32: "outer_step", torch.bfloat16: "outer_step_bf16"}
@@ -111,6 +92,8 @@ class Native:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self.path = Path(library._name)
+        """The library: beside native.c if it came in a wheel, else compiled for this processor."""
 
     def has(self, name: str) -> bool:
         """True if native.c has the function, such as `e3m0_pack` or `outer_step`."""
@@ -260,7 +243,7 @@ def native() -> Native | None:
     try:
         if sys.byteorder != "little":
             raise OSError("the processor is big-endian")
-        return Native(compiled_library())
+        return Native(shipped_library() or compiled_library())
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         warnings.warn(
             "native.c could not be compiled or loaded: using slower PyTorch code with identical results "

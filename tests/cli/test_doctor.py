@@ -1,0 +1,80 @@
+import json
+import sys
+from email.message import Message
+
+import pytest
+
+from diloco.cli import doctor
+from diloco.cli.main import main
+
+
+def parts(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, str]]:
+    """The last finding about each part."""
+    printed = capsys.readouterr()  # nothing of what was printed before
+    code = None
+    try:
+        main(["doctor", "--json", *words])
+    except SystemExit as end:
+        code = end.code
+    printed = capsys.readouterr()
+    findings = {one["part"]: one for one in json.loads(printed.out)["parts"]}
+    broken = [one["part"] for one in findings.values() if one["state"] == "broken"]
+    assert code == (1 if broken else None) and all(part in printed.err for part in broken)
+    return findings
+
+
+@pytest.fixture(autouse=True)
+def about(monkeypatch: pytest.MonkeyPatch) -> Message:
+    """The metadata of a diloco with one extra, whose libraries are there."""
+    message = Message()
+    message["Provides-Extra"] = "store"
+    for requirement in ("obstore>=0.10", "cryptography>=43"):
+        message["Requires-Dist"] = f"{requirement}; extra == 'store'"
+    monkeypatch.setattr(doctor, "metadata", lambda name: message)
+    return message
+
+
+def test_the_parts_of_this_machine_and_a_store_are_good(capsys, tmp_path):
+    findings = parts(capsys, str(tmp_path / "store"))
+    assert {name for name, one in findings.items() if one["state"] == "good"} >= {
+        "torch",
+        "threads",
+        "network",
+        "disk",
+    }
+    assert findings["extras"] == {"part": "extras", "state": "good", "text": "store"}
+    assert "50 races had one winner each" in findings["store"]["text"]
+    main(["doctor"])
+    assert len(capsys.readouterr().out.splitlines()) <= 24, "one screen"
+
+
+def test_an_extra_that_is_absent_is_no_fault_and_names_the_command(capsys, about):
+    about["Provides-Extra"] = "more"
+    for requirement in ("diloco[store]", "no-such-library>=1"):
+        about["Requires-Dist"] = f'{requirement} ; extra == "more"'
+    assert parts(capsys)["extras"] == {
+        "part": "extras",
+        "state": "absent",
+        "text": "more: run pip install 'diloco[NAME]'",
+    }
+
+
+def test_what_is_installed_and_broken_ends_with_1(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    (tmp_path / "file").touch()
+    findings = parts(capsys, str(tmp_path / "file"))
+    assert "obstore" in findings["store"]["text"] and "nowhere0 is no interface" in findings["network"]["text"]
+    assert findings["network"]["state"] == "broken"
+
+
+def test_without_a_compiler_native_code_is_absent_or_comes_from_a_wheel(capsys, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    assert parts(capsys)["C compiler"]["state"] == "absent"
+
+
+def test_a_flag_that_is_unknown_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--store", "a"])
+    assert "unrecognized arguments" in capsys.readouterr().err
