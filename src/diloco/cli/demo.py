@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from diloco.cli._command import call, train_command
 from diloco.errors import DilocoError
+from diloco.files import num_cores
 from diloco.training.config.config import TrainConfig
 from diloco.training.processes import SIGNALS, Ancestor, Call
 from diloco.units import Amount, Rate, rate
@@ -34,7 +35,7 @@ _PROMPT = "class Queue"
 _MOST_SILENT_SECONDS = 120.0
 """Time without a new entry of the log after which the demonstration gives up."""
 _MOST_SECONDS_AWAY = 20.0
-_STEPS_AWAY = 6
+_STEPS_AWAY = 3
 """Outer steps without the killed replica after which it is started again, or else the time above."""
 
 
@@ -166,14 +167,17 @@ class _Replica:
 
 def _be_replica(words: Sequence[str], log: str, environment: Mapping[str, str]) -> int:
     """Be a replica's command: the leader of a group of processes, which a terminal's signals do not reach."""
+    import torch
+
     from diloco.cli.main import main
 
     os.setsid()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for number, each in enumerate((os.open(os.devnull, os.O_RDONLY), file, file)):
         os.dup2(each, number)
-    threads = max(1, (os.cpu_count() or 1) // len(_NAMES))
+    threads = max(1, num_cores() // len(_NAMES))
     os.environ.update({"OMP_NUM_THREADS": str(threads)} | environment)
+    torch.set_num_threads(threads)  # the ancestor's torch has looked for the variable before
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         main(["train", *words])
@@ -326,8 +330,8 @@ def _judge(url: str, directories: Sequence[Path], link: float, tell: _Narrator) 
     if others:
         raise DilocoError(f"the outer parameters of {', '.join(others)} are not those of the log in {url}")
     tell(
-        f"verified: {done.steps} outer steps taken again from the log end at the bits of all three replicas, "
-        f"{outer_hash[:16]}"
+        f"verified: {done.steps} of {done.rounds} outer steps, taken again from the log, end at the bits of all three "
+        f"replicas, {outer_hash[:16]}"
     )
     first = summaries[0]
     sent, dense = first.bytes_sent_per_replica, first.data_parallel_bytes_per_replica
@@ -340,10 +344,13 @@ def _judge(url: str, directories: Sequence[Path], link: float, tell: _Narrator) 
 
 def _talk(directory: Path, tell: _Narrator) -> None:
     """Let the model write, and say what may come next."""
+    import torch
+
     from diloco.cli._writing import Writing, read_text, show
     from diloco.data.tokenizers import text_pieces
     from diloco.models.writer import generate
 
+    torch.set_num_threads(1)  # a token at a time is too little work for several
     writing = Writing(max_tokens=240, temperature=0.6)
     writer, tokenizer = writing.load(str(directory))
     tell(f"the model writes, after {_PROMPT!r}:\n")
