@@ -66,5 +66,11 @@ format: env
 docs docs-serve: env
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(filter docs,$@),build,serve)
 
+.PHONY: site
+# The pages of VERSION in site/VERSION, beside those of others, as a web server shows them; SITE_URL is its address.
+VERSION ?= $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/diloco/version.py)
+site: env
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python docs/versioned.py $(VERSION) $(SITE_URL)
+
 clean:
 	rm -rf .venv

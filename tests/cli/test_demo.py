@@ -6,6 +6,7 @@ import re
 import signal
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,8 @@ def processes_in(folder: Path) -> list[str]:
     """The processes that work in a folder."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):  # it has ended meanwhile
             found += [process.name] if (process / "cwd").readlink() == folder else []
-        except OSError:  # it has ended meanwhile
-            pass
     return found
 
 

@@ -1,4 +1,4 @@
-"""`diloco demo`: three replicas on slow links, on this machine; one is killed and comes back, and the model talks."""
+"""`diloco demo`: three replicas on slow links; one is killed and comes back, and the model writes."""
 
 import math
 import os
@@ -29,6 +29,7 @@ ORDER = 1
 _NAMES = ("home", "lab", "spot")
 _VICTIM = "spot"
 _ROUND_TRIP_SECONDS = 0.06
+_LINK = "DILOCO_STORE_LINK"
 _LOOK_SECONDS = 0.25
 _SECONDS_TO_END, _SECONDS_TO_CONCLUDE = 10.0, 120.0
 _PROMPT = "class Queue"
@@ -65,24 +66,24 @@ def _demo(
     """
     name = _free_name()
     url = store or str(TrainConfig.runs / f"{name}-store")
-    directories = [TrainConfig.runs / f"{name}-{each}" for each in _NAMES]
+    directories = {each: TrainConfig.runs / f"{name}-{each}" for each in _NAMES}
     TrainConfig.runs.mkdir(parents=True, exist_ok=True)
     words = [recipe, *_FLAGS, "--num-tokens", f"{num_tokens:.0f}", "--rendezvous", url, "--name"]
-    pretended = {"DILOCO_STORE_LINK": f"{1e3 * link:g}Mbit,{1e3 * _ROUND_TRIP_SECONDS:g}ms"}
+    pretended = f"{1e3 * link:g}Mbit,{1e3 * _ROUND_TRIP_SECONDS:g}ms"
     tell = _Narrator()
     tell(f"three replicas of {recipe}; they meet in {url} alone")
     tell(f"the link of each is pretended: {rate(link)} each way, {1e3 * _ROUND_TRIP_SECONDS:g} ms per request")
+    first = [f"{_LINK}={pretended}", "diloco", "train", *words, directories[_NAMES[0]].name]
+    tell(f"each is one command: {shlex.join(first)}")
     # Before this process starts threads.
     with Ancestor("fork" if sys.platform == "linux" else "spawn") as ancestor, _ended(replicas := []):
-        for each, directory in zip(_NAMES, directories, strict=True):
-            command = [*words, directory.name]
-            if not replicas:
-                tell(f"each is one command: diloco train {shlex.join(command)}")
-            replicas.append(_Replica(each, command, Path(f"{directory}.log"), pretended, ancestor))
-        with _live_page([url, *map(str, directories)], browser, tell):
-            _play(_Watch(url, replicas, tell), tell)
-    _judge(url, directories, link, tell)
-    _talk(directories[0], tell)
+        for each, directory in directories.items():
+            command, log = [*words, directory.name], Path(f"{directory}.log")
+            replicas.append(_Replica(each, command, log, {_LINK: pretended}, ancestor))
+        with _live_page([url, *map(str, directories.values())], browser, tell):
+            ended = _play(_Watch(url, replicas, tell), tell)
+    _judge(url, [directories[each] for each in ended], link, tell)
+    _talk(directories[ended[0]], tell)
 
 
 _FLAGS = (
@@ -158,6 +159,11 @@ class _Replica:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
+    @property
+    def has_succeeded(self) -> bool:
+        """True once the command has ended well."""
+        return self._exit_code == 0
+
     def check(self) -> None:
         """Raise the error with which the command has ended, if it has."""
         if self._exit_code and not self._is_killed:
@@ -214,7 +220,7 @@ def _live_page(sources: Sequence[str], browser: bool, tell: _Narrator) -> Iterat
 
 
 class _Watch:
-    """Follows the run's log, tells joins and progress, and ends the demonstration if a replica fails or nothing comes.
+    """Follows the run's log, and tells joins and progress.
 
     Args:
         url: of the store.
@@ -261,8 +267,10 @@ class _Watch:
             self._entries, self._changed = status.entries, time.monotonic()
             self._tell_news(timeline, status.training_loss)
         if time.monotonic() > self._changed + _MOST_SILENT_SECONDS:
-            raise DilocoError(f"nothing new for {_MOST_SILENT_SECONDS:g} s in {self._tail.url}: {self._tail.trouble}")
-        for replica in self.replicas.values():
+            raise DilocoError(
+                f"nothing new for {_MOST_SILENT_SECONDS:g} s in {self._tail.url}: {self._tail.trouble}"
+            )
+        for replica in () if self.is_finished else self.replicas.values():
             replica.check()
 
     def _tell_news(self, timeline: "Timeline", loss: float | None) -> None:
@@ -286,8 +294,8 @@ def _short(name: str) -> str:
     return name.rpartition("-")[2]
 
 
-def _play(watch: _Watch, tell: _Narrator) -> None:
-    """Kill a replica in the middle of the run, start it again, and wait for the end."""
+def _play(watch: _Watch, tell: _Narrator) -> list[str]:
+    """Kill a replica amid the run, start it again, wait for the end; the names of those that ended well."""
     victim, cohorts = watch.replicas[_VICTIM], watch.cohorts
     watch.until(lambda: watch.part >= 1 / 4 and _VICTIM in cohorts[-1])
     tell(f"kill -9 {victim.kill()}: {_VICTIM} is gone, and has told nobody")
@@ -303,10 +311,17 @@ def _play(watch: _Watch, tell: _Narrator) -> None:
         tell(f"outer step {len(cohorts)} counts {_VICTIM} again, which has gone on from its checkpoint")
     watch.until(lambda: False)
     tell("the tokens are spent: the log is closed, and each replica takes what it has not taken yet")
+    ended: list[str] = []
     for replica in watch.replicas.values():
         if not replica.join(_SECONDS_TO_CONCLUDE):
             raise DilocoError(f"{replica.name} has not ended {_SECONDS_TO_CONCLUDE:g} s after the run")
+        if replica is victim and not any(_VICTIM in cohort for cohort in cohorts[again:]):
+            tell(f"{_VICTIM} has come back too late: none of its work after that is counted")
+            if not replica.has_succeeded:
+                continue
         replica.check()
+        ended.append(replica.name)
+    return ended
 
 
 def _judge(url: str, directories: Sequence[Path], link: float, tell: _Narrator) -> None:
@@ -330,12 +345,15 @@ def _judge(url: str, directories: Sequence[Path], link: float, tell: _Narrator) 
     if others:
         raise DilocoError(f"the outer parameters of {', '.join(others)} are not those of the log in {url}")
     tell(
-        f"verified: {done.steps} of {done.rounds} outer steps, taken again from the log, end at the bits of all three "
-        f"replicas, {outer_hash[:16]}"
+        f"verified: {done.steps} of {done.rounds} outer steps, taken again from the log, end at the bits of all "
+        f"{len(directories)} replicas, {outer_hash[:16]}"
     )
     first = summaries[0]
     sent, dense = first.bytes_sent_per_replica, first.data_parallel_bytes_per_replica
-    tell(f"{_NAMES[0]} has sent {megabytes(sent)}; Data-Parallel would send {megabytes(dense)}, {factor(dense / sent)}× as much")
+    tell(
+        f"{_NAMES[0]} has sent {megabytes(sent)}; Data-Parallel would send {megabytes(dense)}, "
+        f"{factor(dense / sent)}× as much"
+    )
     tell(
         f"on this link that alone takes {long_duration(dense * 8e-9 / link)}; the replicas have trained for "
         f"{long_duration(first.wall_seconds)}"
@@ -356,7 +374,9 @@ def _talk(directory: Path, tell: _Narrator) -> None:
     tell(f"the model writes, after {_PROMPT!r}:\n")
     tokens = read_text(writer, tokenizer, _PROMPT)
     print(_PROMPT, end="")
-    for _ in show(text_pieces(tokenizer, generate(writer, writing.max_tokens, stop=tokenizer.bos_id), after=tokens)):
+    for _ in show(
+        text_pieces(tokenizer, generate(writer, writing.max_tokens, stop=tokenizer.bos_id), after=tokens)
+    ):
         pass
     print("\n")
     tell(f"next: diloco chat {directory} --serve, diloco report {directory}")
