@@ -22,11 +22,11 @@ COMMAND = ["demo", "--recipe", "tiny", "--num-tokens", "120000", "--link", "50Mb
 
 def processes_in(folder: Path) -> list[str]:
     """The processes that work in a folder."""
-    found = []
+    numbers = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
-            found += [process.name] if (process / "cwd").readlink() == folder else []
-    return found
+            numbers += [process.name] if (process / "cwd").readlink() == folder else []
+    return numbers
 
 
 @pytest.mark.slow

@@ -167,7 +167,9 @@ class _Replica:
     def check(self) -> None:
         """Raise the error with which the command has ended, if it has."""
         if self._exit_code and not self._is_killed:
-            lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+            lines = (
+                self._log.read_text(encoding="utf-8", errors="replace").splitlines() if self._log.exists() else []
+            )
             raise DilocoError(f"{self.name} has ended with {self._exit_code}: {lines[-1] if lines else self._log}")
 
 
@@ -182,7 +184,7 @@ def _be_replica(words: Sequence[str], log: str, environment: Mapping[str, str]) 
     for number, each in enumerate((os.open(os.devnull, os.O_RDONLY), file, file)):
         os.dup2(each, number)
     threads = max(1, num_cores() // len(_NAMES))
-    os.environ.update({"OMP_NUM_THREADS": str(threads)} | environment)
+    os.environ.update({"OMP_NUM_THREADS": str(threads), **environment})
     torch.set_num_threads(threads)  # the ancestor's torch has looked for the variable before
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
