@@ -34,7 +34,7 @@ RUN pip install --no-cache-dir --constraint /src/constraints.txt \
     --index-url https://download.pytorch.org/whl/${DEVICE} --extra-index-url https://pypi.org/simple torch
 COPY LICENSE README.md pyproject.toml /src/
 COPY src /src/src
-RUN pip install --no-cache-dir --constraint /src/constraints.txt /src
+RUN pip install --no-cache-dir --constraint /src/constraints.txt '/src[train,store]'
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 1000
 # A replica that trains writes its metrics at each step.

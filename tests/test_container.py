@@ -42,6 +42,8 @@ def test_what_is_copied_is_there_and_not_ignored():
     kept = [line.removeprefix("!") for line in ignored if line.startswith("!")]
     copied = [one for word, rest in instructions()["base"] if word == "COPY" for one in rest.split()[:-1]]
     assert {*copied} == {*kept} and all((ROOT / one).exists() for one in copied)
+    hook = "hatch_build.py"  # by which a wheel is built, where there is one
+    assert (hook in copied) == (ROOT / hook).exists()
     assert ignored[0] == "*" and any(fnmatch("src/__pycache__", one) for one in ignored[1:])
 
 
