@@ -75,5 +75,11 @@ release: env
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[release]'
 	$(BIN)/python release.py --pythons $(PYTHONS) --without-torch $(WITHOUT_TORCH)
 
+.PHONY: site
+# The pages of VERSION in site/VERSION, beside those of others, as a web server shows them; SITE_URL is its address.
+VERSION ?= $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/diloco/version.py)
+site: env
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python docs/versioned.py $(VERSION) $(SITE_URL)
+
 clean:
 	rm -rf .venv dist

@@ -1,5 +1,6 @@
 """The examples and the code blocks of the docs, as a reader would start them."""
 
+import json
 import multiprocessing
 import re
 import runpy
@@ -11,10 +12,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ports import free_port
-from tests.processes import run_main, run_replicas
+from tests.processes import run_main, run_mains, run_replicas
 from tests.running import EXAMPLES, ROOT, SNIPPETS, losses, replicas_agree, run_example
 
 from diloco.rendezvous.status import Look
+
+
+def run_notebook(name: str) -> None:
+    """Run the cells of code of a notebook one after another, without a kernel."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    names: dict = {"__name__": "__main__"}
+    for number, cell in enumerate(json.loads((EXAMPLES / name).read_text())["cells"]):
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "a notebook is committed without outputs"
+            exec(compile("".join(cell["source"]), f"{name}, cell {number}", "exec"), names)
 
 
 def torchrun(cwd: Path, num_processes: int, *command: str) -> str:
@@ -22,6 +35,18 @@ def torchrun(cwd: Path, num_processes: int, *command: str) -> str:
     process = subprocess.run([*launcher, *command], cwd=cwd, capture_output=True, text=True, timeout=200)
     assert process.returncode == 0, process.stderr
     return process.stdout
+
+
+@pytest.mark.slow
+def test_the_notebooks_run():
+    calls = [(run_notebook, "own_loop.ipynb"), (run_notebook, "scaling_laws.ipynb")]
+    done = run_mains(calls, folder=EXAMPLES, timeout_seconds=120, imports=["torch"])
+    own_loop, laws = (each.stdout for each in done)
+    sent, dense = (int(number.replace(",", "")) for number in re.findall(r"sent ([\d,]+)", own_loop))
+    one, other = re.findall(r"[0-9a-f]{16}", own_loop)
+    held_out, guess = map(float, re.findall(r": (\d\.\d+)", own_loop))
+    assert one == other and sent < dense / 50 and held_out < guess / 2
+    assert len(re.findall(r"^DiLoCo, M = \d +predicted \d", laws, re.MULTILINE)) == 3
 
 
 @pytest.mark.slow

@@ -25,8 +25,8 @@ FIRST_HOUR = [
     ROOT / "README.md",
     *(TUTORIALS / f"{name}.md" for name in ("first-run", "own-loop", "two-machines", "three-machines")),
 ]
-NOT_HERE = re.compile(r"\b(HOST|DIR|BUCKET)\b|^(make|export) ")
-"""Commands that need a second machine, text from the network, or an installation."""
+NOT_HERE = re.compile(r"\b(HOST|DIR|BUCKET)\b|^(make|export) |^diloco demo")
+"""Commands that need a second machine, text from the network, or an installation, or have tests of their own."""
 SHORTER = {
     "diloco train laptop --name laptop": " --num-tokens 30720 --global-batch 2 --evaluation.num-tokens 20000"
 }

@@ -53,7 +53,7 @@ def test_a_module_of_the_package_is_a_verb(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("hello you\n") and "greet somebody" in printed
     shown = [word for line in printed.splitlines() for word in line.split()[:1] if word in verbs()]
-    assert shown[:4] == ["hello", "train", "plan", "simulate"] and shown[-1] == "hello", "without ORDER it is last"
+    assert shown[:4] == ["hello", "demo", "train", "plan"] and shown[-1] == "hello", "without ORDER it is last"
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler])

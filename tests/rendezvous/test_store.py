@@ -13,7 +13,7 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError
 from tests.servers import Server
 
-from diloco.errors import FileWriteError
+from diloco.errors import FileWriteError, UserError
 from diloco.rendezvous.store import (
     LARGE_BYTES,
     MOST_BYTES_AT_ONCE,
@@ -53,6 +53,25 @@ def test_what_is_created_is_read_and_stays(tmp_path: Path):
 
     for url in (str(tmp_path / "store"), f"file://{tmp_path}/store"):
         asyncio.run(use(Store.open(url)))
+
+
+def test_objects_take_turns_on_a_slow_link(tmp_path, monkeypatch):
+    monkeypatch.setenv("DILOCO_STORE_LINK", "8Mbit,20ms")  # 1 kB per ms
+    store = Store.open(str(tmp_path / "store"))
+
+    async def use() -> list[float]:
+        begun = time.monotonic()
+        await asyncio.gather(*(store.create(f"payload/{i}", bytes(40_000)) for i in range(3)))
+        sent = time.monotonic()
+        assert len(await store.get("payload/1", most_bytes=40_000)) == 40_000
+        return [sent - begun, time.monotonic() - sent]
+
+    up, down = asyncio.run(use())
+    assert up >= 0.02 + 3 * 0.04 and down >= 0.02 + 0.04
+    for wrong in ("fast", "8Mbit", "8Mbit,20", "0Mbit,20ms"):
+        monkeypatch.setenv("DILOCO_STORE_LINK", wrong)
+        with pytest.raises(UserError, match=f"DILOCO_STORE_LINK={wrong} is no slow link"):
+            Store.open(str(tmp_path / "store"))
 
 
 def test_no_more_is_read_than_an_object_may_have(tmp_path: Path):

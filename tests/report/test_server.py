@@ -107,6 +107,11 @@ def test_the_page_has_the_curves_and_the_facts_of_every_run(runs, serve, finishe
     assert len(alone["charts"][0]["series"][0]["points"]) == 120
 
 
+def test_runs_that_have_not_begun_are_shown_so(tmp_path, serve):
+    shown = sections(serve(tmp_path / "one", tmp_path / "other"))
+    assert [one["standing"] for one in shown[1:]] == ["not begun"] * 2 and not shown[0]["charts"]
+
+
 def test_the_page_of_a_store_follows_its_log(tmp_path, serve, monkeypatch):
     monkeypatch.setattr(live, "_FRESH_SECONDS", 0.0)
     server = serve(tmp_path / "run")

@@ -17,18 +17,19 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from diloco.errors import DilocoError, UserError
 from diloco.files import create, expanded, make_directory, os_error, require
 from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES
+from diloco.units import gbit_s
 
 if TYPE_CHECKING or find_spec("obstore"):  # a report of a run without a store needs none; Store.open refuses
     import obstore
@@ -410,6 +411,7 @@ class Store:
         """Bytes of objects that were received."""
         self._client = client
         self._uploads, self._downloads = Turns(), Turns()
+        self._link = SlowLink.of(os.environ)
         self._timeout_seconds = timeout_seconds
         self._has_answered = False
         self._under_way: set[_Retry] = set()
@@ -559,7 +561,7 @@ class Store:
             result = result or await self._begun(name, most_bytes, retry)
             if result is None:
                 return None
-            data = await self._request("", result.bytes_async, retry, num_sharing)
+            data = await self._request("", partial(self._receive, result), retry, num_sharing)
         self.bytes_down += len(data)
         if len(data) != size:
             retry.fails("it was cut short")
@@ -576,8 +578,16 @@ class Store:
             raise BadObjectError(f"{name} in {self.url} has {size:,} bytes, and may have {most_bytes:,}")
         return result
 
+    async def _receive(self, result: "obstore.GetResult") -> "obstore.Bytes":
+        """The bytes of an answer."""
+        if self._link is not None:
+            await self._link.carry("down", result.meta["size"])
+        return await result.bytes_async()
+
     async def _put(self, name: str, parts: "list[memoryview]") -> None:
         """One attempt to create an object."""
+        if self._link is not None:
+            await self._link.carry("up", sum(part.nbytes for part in parts))
         if self.is_directory:
             await _aside(lambda: _create_file(Path(self.url, name), parts))
         else:
@@ -613,6 +623,8 @@ class Store:
         limit = min(self._timeout_seconds, max(retry.seconds_left, 1.0)) + num_bytes / SLOWEST_BYTES_S
         try:
             async with asyncio.timeout(limit):
+                if kind and self._link is not None:
+                    await self._link.answer()
                 result = await request()
         except (BaseError, OSError) as error:  # TimeoutError is an OSError
             if kind == "create" and isinstance(error, AlreadyExistsError | PreconditionError):
@@ -630,6 +642,47 @@ class Store:
             raise _Again from None
         self._has_answered = True
         return result
+
+
+class SlowLink:
+    """A link that is only pretended, on a machine whose own is faster: requests wait as long as it would take.
+
+    Args:
+        bytes_s: rate of each way, which all requests of a store share.
+        round_trip_seconds: time that each request takes beside that of its bytes.
+    """
+
+    VARIABLE = "DILOCO_STORE_LINK"
+    """The environment variable with rate and round trip, such as 5Mbit,60ms, of all stores of a process."""
+
+    def __init__(self, bytes_s: float, round_trip_seconds: float) -> None:
+        self._bytes_s, self._round_trip_seconds = bytes_s, round_trip_seconds
+        self._free_at = {"up": 0.0, "down": 0.0}
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> "SlowLink | None":
+        """The link that an environment asks for; None where it asks for none.
+
+        Raises:
+            UserError: if the variable can't be read.
+        """
+        if not (text := environment.get(cls.VARIABLE)):
+            return None
+        words = re.fullmatch(r"([^,]+),(\d+(?:\.\d+)?)ms", text)
+        with suppress(ValueError):
+            if words is not None and (bits_s := gbit_s(words[1]) * 1e9) > 0:
+                return cls(bits_s / 8, float(words[2]) / 1e3)
+        raise UserError(f"{cls.VARIABLE}={text} is no slow link: write 5Mbit,60ms, or leave it out")
+
+    async def answer(self) -> None:
+        """Wait for a round trip."""
+        await asyncio.sleep(self._round_trip_seconds)
+
+    async def carry(self, way: Literal["up", "down"], num_bytes: int) -> None:
+        """Wait until bytes have passed, behind those that wait already."""
+        now = time.monotonic()
+        self._free_at[way] = max(now, self._free_at[way]) + num_bytes / self._bytes_s
+        await asyncio.sleep(self._free_at[way] - now)
 
 
 class _Again(Exception):  # noqa: N818

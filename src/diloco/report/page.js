@@ -235,7 +235,7 @@ function point(svg, chart, at, x, bottom) {
 function lanes(chart, width) {
   const bars = chart.lanes.flatMap((lane) => lane.bars);
   const top = 4, height = top + LANE * chart.lanes.length + BOTTOM;
-  const left = Math.min(width / 3, 12 + LETTER * Math.max(...chart.lanes.map((lane) => lane.label.length)));
+  const left = Math.min(width / 3, 12 + 1.1 * LETTER * Math.max(...chart.lanes.map((lane) => lane.label.length)));
   const svg = frame(chart, width, height, left);
   const span = range(bars.flat(), bars.length ? bars[0][0] : 0);
   const [x, ticks] = axis(span, left, width - RIGHT - 4, false, (width - left) / 90);

@@ -270,7 +270,7 @@ def _comparison(runs: Sequence[RunTail], labels: Sequence[Label], *, with_charts
     """The results of several runs, the settings in which they differ, and their curves beside each other."""
     names, started = short(labels), [index for index, run in enumerate(runs) if run.last is not None]
     charts: list[Chart] = []
-    if with_charts:
+    if with_charts and started:
         named = [(names[i], i, runs[i]) for i in started]
         charts = [*loss_charts(named), _bytes_chart(named), *_rate_charts(named)]
     return Section(
@@ -460,10 +460,10 @@ def _bytes_chart(runs: Sequence[_Named]) -> Chart:
         total = megabytes(points[-1][1]) if points else ""
         series.append(Series(label=name or _method(run), color=color, points=points, value=total))
     (_, _, run), *others = runs
-    if not others and run.config is not None and _method(run) != "data_parallel":
-        each = _data_parallel_step_bytes(run, run.config)
+    each = 0.0 if run.config is None or others else _data_parallel_step_bytes(run, run.config)
+    if each and _method(run) != "data_parallel":
         steps = zip(run.first.bins, accumulate(one.num_steps for one in run.first.bins), strict=True)
-        points = [_point(one.last, each * count) for one, count in steps if each]
+        points = [_point(one.last, each * count) for one, count in steps]
         total = megabytes(points[-1][1]) if points else ""
         series.append(Series(label="Data-Parallel, FP32", color=1, points=points, value=total))
         about = "Sum over the run so far, beside what Data-Parallel would have sent by then."
