@@ -216,7 +216,9 @@ class _Fleet:
         if not active_M.any():
             active_M = arrival_M == arrival_M.min()  # nobody is waited for
         num_active = int(np.count_nonzero(active_M))
-        arrival_K, active_K = np.sort(arrival_M[is_here_M]), arrival_M[is_here_M & active_M]
+        arrival_K = np.sort(arrival_M[is_here_M])
+        # Without those that nobody waits for, who are few.
+        active_K = np.delete(arrival_K, np.searchsorted(arrival_K, arrival_M[is_here_M & ~active_M]))
         can_decide_M = is_here_M & ~self.is_gone_M
         begin_M = np.where(np.isfinite(self.waits_PM[p]), opens, send_M)  # late ones wait for the new round
         overlap_M = begin_M + run.overlap_steps * self.step_M
@@ -232,7 +234,7 @@ class _Fleet:
             for after, least in zip((0.0, after_overlap, after_patience), (num_active, *needs), strict=True):
                 if 0 < least <= len(active_K):
                     # The payloads of replicas that nobody waits for are read in their turn.
-                    place_of_last = np.searchsorted(arrival_K, _nth(active_K, least))
+                    place_of_last = np.searchsorted(arrival_K, active_K[least - 1])
                     if (time := max(after, float(here_K[place_of_last]))) < best:
                         best, last = time, float(arrival_K[np.searchsorted(here_K, time, side="right") - 1])
         return (best, arrival_M <= last) if math.isfinite(best) else None
@@ -331,10 +333,3 @@ class _Fleet:
             traffic=traffic,
             machine_dollars=float((prices_M * (seconds - gone_M * repair_M)).sum() / 3600),
         )
-
-
-def _nth(values_K: Floats, n: int) -> float:
-    """The n-th of the values in order, from 1; the least and the greatest need no order."""
-    if n in (1, len(values_K)):
-        return float(values_K.min() if n == 1 else values_K.max())
-    return float(np.partition(values_K, n - 1)[n - 1])
