@@ -175,7 +175,7 @@ def read_fleet(path: Path) -> FleetRun:
     return converted(values, FleetRun, source=str(path))
 
 
-Method = Literal["data_parallel", "elastic_data_parallel", "fixed", "store"]
+Method = Literal["data_parallel", "elastic_data_parallel", "fixed", "store", "regions"]
 """`fixed` is a group whose members stay, with the run's H; with τ = 0 and P = 1 that is DiLoCo."""
 
 
