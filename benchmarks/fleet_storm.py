@@ -4,12 +4,12 @@
 
 Three replicas, each a process with a network of its own (a proxy that adds 40 ms to each request, loses 1 % of
 requests and answers, and limits bandwidth), meet in one SeaweedFS. Inner steps sleep 0.2 s, those of `slow` 0.4 s.
-`slow` and `third` are killed and started again at once, without a checkpoint, or stopped for 1 to 20 s; for 20 s at a
-time nobody reaches the store. H = 30, τ = 10, P = 3, E3M0.
+`slow` and `third` are killed and started again at once, without a checkpoint, or stopped for 1 to 20 s; for 20 s
+at a time nobody reaches the store. H = 30, τ = 10, P = 3, E3M0.
 
-Goodput is the steps that the log counts over those that three machines could have taken at the survivor's pace. The
-simulator gets this pace, the links, and of the storm the kills, the time until each victim took steps again, and the
-time stopped.
+Goodput is the steps that the log counts over those that three machines could have taken at the survivor's pace.
+The simulator gets this pace, the links, and of the storm the kills, the time until each victim took steps again,
+and the time stopped.
 DIR/fleet_storm.csv has a row per storm; one that is in it is not repeated.
 """
 
@@ -23,17 +23,20 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from elastic_study.replica import FaultProxy, Replica, Server, running_seaweedfs
+import torch
+from elastic_study.replica import FaultProxy, Replica, running_seaweedfs
 from storm_study.described import Suffered, described
 from storm_study.faults import VICTIMS, schedule
 
 from diloco.simulator.churn import in_store
-from diloco.simulator.fleet import FleetRun, Machines
+from diloco.simulator.fleet import FleetRun, Machines, Outcome
+from diloco.training.processes import end_with_parent
 from diloco.wire import codec
 
 STEP_SECONDS = {"survivor": 0.2, "slow": 0.4, "third": 0.2}
@@ -67,16 +70,17 @@ def main() -> None:
             writer.writeheader()
             writer.writerows(rows)
     for row in rows:
-        simulated = simulate(row)
+        outcomes = simulate(row)
+        goodput = statistics.mean(outcome.goodput for outcome in outcomes)
+        p50 = statistics.mean(outcome.decided_seconds[0] for outcome in outcomes)
         print(
-            f"{float(row['faults_an_hour']):5,.0f} faults/h: goodput {float(row['goodput']):.1%} "
-            f"(simulated {simulated['goodput']:.1%}), send to decided {float(row['decided_p50']):.2f} s "
-            f"(simulated {simulated['decided_p50']:.2f} s)"
+            f"{float(row['faults_an_hour']):5,.0f} faults/h: goodput {float(row['goodput']):.1%} (simulated "
+            f"{goodput:.1%}), send to decided {float(row['decided_p50']):.2f} s (simulated {p50:.2f} s)"
         )
 
 
-def simulate(row: Mapping[str, Any], *, num_seeds: int = 8) -> dict[str, float]:
-    """Goodput and the median from send to decided of the simulator, in the storm of a row."""
+def simulate(row: Mapping[str, Any], *, num_seeds: int = 8) -> list[Outcome]:
+    """Simulated outcomes of the storm of a row, by seed; goodput is relative to the pace without faults."""
     seconds, slowness = float(row["seconds"]), float(row["slowness"])
     suffered = {
         victim: Suffered(
@@ -86,7 +90,7 @@ def simulate(row: Mapping[str, Any], *, num_seeds: int = 8) -> dict[str, float]:
         )
         for victim in VICTIMS
     }
-    network = {"count": 1, "up_mbit_s": MBIT_S, "down_mbit_s": MBIT_S, "latency_seconds": 0.02}
+    network: Line = {"count": 1, "up_mbit_s": MBIT_S, "down_mbit_s": MBIT_S, "latency_seconds": 0.02}
     quiet = FleetRun(
         machines=tuple(
             Machines(name=name, step_seconds=step * slowness, **network) for name, step in STEP_SECONDS.items()
@@ -99,12 +103,8 @@ def simulate(row: Mapping[str, Any], *, num_seeds: int = 8) -> dict[str, float]:
     )
     run = described(quiet, suffered, seconds=seconds)
     outcomes = [in_store(run, num_outer_steps=int(row["outer_steps"]), seed=seed) for seed in range(num_seeds)]
-    steps_an_hour = 3600 * sum(1 / step for step in STEP_SECONDS.values()) / slowness
-    return {
-        "goodput": statistics.mean(o.tokens_per_hour for o in outcomes) / (STEP_TOKENS * steps_an_hour),
-        "decided_p50": statistics.mean(o.decided_seconds[0] for o in outcomes),
-        "contributors": statistics.mean(o.contributors for o in outcomes),
-    }
+    possible = 3600 * quiet.ideal_tokens_per_second
+    return [replace(outcome, goodput=outcome.tokens_per_hour / possible) for outcome in outcomes]
 
 
 class Storm:
@@ -123,7 +123,9 @@ class Storm:
         """Live through the storm; what was measured."""
         with ExitStack() as stack:
             server = stack.enter_context(running_seaweedfs(self._made("server")))
-            proxies = {name: stack.enter_context(FaultProxy(server.port, seed=self._seed)) for name in STEP_SECONDS}
+            proxies = {
+                name: stack.enter_context(FaultProxy(server.port, seed=self._seed)) for name in STEP_SECONDS
+            }
             self._set(proxies)
             self._settings = {"url": server.new_url(), "elements": ELEMENTS, "num_replicas": 3, **SETTINGS}
             self._variables = {name: server.through(proxy.url) for name, proxy in proxies.items()}
@@ -163,7 +165,7 @@ class Storm:
         """Do the faults at their times."""
         faults = schedule(self._faults_an_hour, self._seed, OUTAGE_SECONDS)
         fault, away_until = next(faults, None), 0.0
-        stopped_until = dict.fromkeys(VICTIMS, 0.0)
+        stopped_until = dict.fromkeys(STEP_SECONDS, 0.0)
         while (now := time.monotonic()) < begin + self._seconds:
             time.sleep(0.02)
             if away_until and now > away_until:
@@ -252,8 +254,7 @@ class Storm:
 
 def live(settings: Line, step_seconds: float, variables: Mapping[str, str], path: Path) -> None:
     """Take inner steps without end, and write down each step, send and decision."""
-    import torch
-
+    end_with_parent()
     torch.set_num_threads(1)
     os.environ.update(variables)
     with path.open("a", buffering=1) as file:

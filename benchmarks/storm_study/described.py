@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from diloco.simulator.description import Stragglers
 from diloco.simulator.fleet import FleetRun, Machines
@@ -23,20 +24,10 @@ class Suffered:
     stopped_seconds: float = 0.0
 
 
-def suffered(
-    faults: Iterable[Fault], *, seconds: float, restart_seconds: float, outage_seconds: float
-) -> dict[str, Suffered]:
-    """The faults of each victim until a time, if a start takes `restart_seconds` and the store is there."""
-    before = [fault for fault in faults_until(faults, seconds) if fault.kind != "outage" or outage_seconds]
+def suffered(faults: Iterable[Fault], *, seconds: float, restart_seconds: float) -> dict[str, Suffered]:
+    """The faults of each victim until a time, if a start takes so long once the store is there."""
+    before = list(takewhile(lambda fault: fault.at_seconds < seconds, faults))
     return {victim: _suffered(before, victim, seconds, restart_seconds) for victim in VICTIMS}
-
-
-def faults_until(faults: Iterable[Fault], seconds: float) -> Iterable[Fault]:
-    """The faults that begin before a time."""
-    for fault in faults:
-        if fault.at_seconds > seconds:
-            return
-        yield fault
 
 
 def _suffered(faults: Iterable[Fault], victim: str, seconds: float, restart_seconds: float) -> Suffered:
@@ -64,7 +55,9 @@ def described(run: FleetRun, suffered: Mapping[str, Suffered], *, seconds: float
         suffered: by victim.
         seconds: length of the storm.
     """
-    return replace(run, machines=tuple(_described(kind, suffered.get(kind.name), seconds) for kind in run.machines))
+    return replace(
+        run, machines=tuple(_described(kind, suffered.get(kind.name), seconds) for kind in run.machines)
+    )
 
 
 def _described(kind: Machines, faults: Suffered | None, seconds: float) -> Machines:
@@ -72,9 +65,12 @@ def _described(kind: Machines, faults: Suffered | None, seconds: float) -> Machi
         return kind
     up = seconds - faults.down_seconds
     stops_a_step = faults.stopped_seconds / (up - faults.stopped_seconds) * kind.step_seconds / _STOP_SECONDS
+    stops = (
+        Stragglers(stall_probability=stops_a_step, stall_seconds=_STOP_SECONDS) if stops_a_step else Stragglers()
+    )
     return replace(
         kind,
         hours_between_failures=up / faults.kills / 3600 if faults.kills else math.inf,
         repair_seconds=faults.down_seconds / max(1, faults.kills),
-        stragglers=Stragglers(stall_probability=stops_a_step, stall_seconds=_STOP_SECONDS),
+        stragglers=stops,
     )

@@ -19,7 +19,8 @@ Shapes: M replicas, P fragments, K payloads in the order of their arrival.
 """
 
 import math
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +39,21 @@ _ROUND_TRIPS_TO_KNOW = 2
 """After a decision: the entry is written, and read by others."""
 
 
-def in_store(run: FleetRun, *, num_outer_steps: int, seed: int = 0) -> Outcome:
-    """So many outer steps of a fleet over a store.
+class Glance(NamedTuple):
+    """A fleet after an outer step."""
+
+    seconds: float
+    contributors: int
+    """Replicas that the outer step counts."""
+    tokens: float
+    """Tokens counted so far."""
+    is_up_M: Mask
+
+
+def in_store(
+    run: FleetRun, *, num_outer_steps: int, seed: int = 0, watch: Callable[[Glance], object] | None = None
+) -> Outcome:
+    """So many outer steps of a fleet over a store, after each of which `watch` is called.
 
     >>> from diloco.simulator.fleet import Machines
     >>> home = Machines(name="4090", count=8, step_seconds=1.0, up_mbit_s=20, down_mbit_s=100)
@@ -49,7 +63,10 @@ def in_store(run: FleetRun, *, num_outer_steps: int, seed: int = 0) -> Outcome:
     """
     fleet = _Fleet(run, seed)
     for _ in range(num_outer_steps):
+        num_before = fleet.num_counted
         fleet.take_outer_step()
+        if watch is not None:
+            watch(Glance(fleet.now, fleet.num_counted - num_before, fleet.counted_tokens, ~fleet.is_gone_M))
     return fleet.outcome()
 
 
@@ -325,6 +342,11 @@ class _Fleet:
         self.opens_P[p] = time
         return True
 
+    @property
+    def counted_tokens(self) -> float:
+        """Tokens that outer steps have counted."""
+        return float((self.counted_seconds_M / self.step_M).sum()) * self.run.step_tokens
+
     def outcome(self) -> Outcome:
         """The numbers of the outer steps so far."""
         run, seconds = self.run, float(self.now)
@@ -362,3 +384,57 @@ class _Fleet:
             traffic=traffic,
             machine_dollars=float((prices_M * (seconds - gone_M * repair_M)).sum() / 3600),
         )
+
+
+def expected(run: FleetRun) -> tuple[float, float]:
+    """Closed forms of goodput, NaN beyond what links carry, and of the mean contributors of an outer step.
+
+    A machine runs for U seconds on average and is away for D, with the reading of Θ. A failure loses the work
+    since the last counted send, which is uniform up to S = H steps, or since the last checkpoint, up to c: the
+    mean of the lesser one is a/2 − a²/(6b), where a ≤ b are S and c. A notice that is long enough saves it.
+
+        goodput = (U − loss) / (U + D)
+
+    A decision counts K replicas, K ≤ the M·U/(U + D) that are there. It comes after T seconds at the latest, S or
+    those of τ + patience; in them each downloads the others' payloads with gather, and with R shares an R-th of
+    them, and the averages. Where the downlink takes d seconds for a whole outer gradient, about
+
+        K ≤ 1 + T / d                gather
+        K ≤ 1 + R (T / d − 1)        shares
+
+    Where that is less than are there, payloads wait and are dropped, and goodput is to be simulated.
+
+    >>> home = Machines(name="4090", count=8, step_seconds=1.0, up_mbit_s=20, down_mbit_s=100)
+    >>> expected(FleetRun(machines=(home,), num_params=4e6, step_tokens=4096))
+    (1.0, 8.0)
+    """
+    rates = np.array([kind.count / kind.mean_step_seconds for kind in run.machines])
+    there = np.array([_there(run, kind) for kind in run.machines])
+    kept = np.array([_kept(run, kind) for kind in run.machines])
+    num_there = float(sum(part * kind.count for part, kind in zip(there, run.machines, strict=True)))
+    most = min(_most_contributors(run, kind) for kind in run.machines)
+    goodput = float((rates * kept).sum() / rates.sum()) if num_there <= most else math.nan
+    return goodput, min(num_there, most)
+
+
+def _there(run: FleetRun, kind: Machines) -> float:
+    away = (kind.repair_seconds + run.join_seconds(kind)) / 3600
+    return 1.0 if math.isinf(kind.hours_between_failures) else 1 / (1 + away / kind.hours_between_failures)
+
+
+def _kept(run: FleetRun, kind: Machines) -> float:
+    """The share of all time in which a machine does work that is counted."""
+    upload = 8e-6 * run.fragment_bytes * run.num_fragments / kind.up_mbit_s
+    if math.isinf(kind.hours_between_failures) or kind.notice_seconds >= upload:
+        return _there(run, kind)
+    least, most = sorted((run.sync_every * kind.mean_step_seconds, run.checkpoint_seconds))
+    lost = least / 2 - least**2 / (6 * most)
+    return max(0.0, 1 - lost / (3600 * kind.hours_between_failures)) * _there(run, kind)
+
+
+def _most_contributors(run: FleetRun, kind: Machines) -> float:
+    """Replicas whose payloads the downlink of one takes."""
+    patience = run.sync_every if run.patience is None else run.patience
+    seconds = max(run.sync_every, run.overlap_steps + patience) * kind.mean_step_seconds
+    times = seconds / (8e-6 * run.fragment_bytes * run.num_fragments / kind.down_mbit_s)
+    return 1 + times if run.shares == 1 else 1 + max(0.0, run.shares * (times - 1))

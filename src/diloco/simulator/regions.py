@@ -1,4 +1,4 @@
-"""Two levels: replicas of a region meet in a store of the region, and each region is one replica of an outer store.
+"""Two levels: replicas of a region meet in a store of the region, and each region is one replica of an outer run.
 
 The simplest protocol that two logs could run, of which nothing is built in the engine:
 
@@ -6,14 +6,14 @@ The simplest protocol that two logs could run, of which nothing is built in the 
 2. It is one replica of the outer run. Every K-th round of a fragment it sends its outer gradient, the outer Θ_p
    minus its own. Its delegate does so, another one for each fragment: the active replicas in the order of their
    numbers, which all know from the region's log.
-3. The delegate also writes the average of each outer step into the region's store, and the region's next entry of the
-   fragment names it. All replicas of the region take it as one that is not counted does: θ and the region's Θ_p
-   move by what the outer Θ_p moved.
+3. The delegate also writes the average of each outer step into the region's store, and the region's next entry of
+   the fragment names it. All replicas of the region take it as one that is not counted does: θ and the region's
+   Θ_p move by what the outer Θ_p moved.
 
-Both levels are simulated by `in_store`, which holds the rules. A region of the outer run takes steps at the pace of
-its replicas. Its link is what the first level leaves of a delegate's. If the delegate fails, no other takes its
-place before it has dropped out of the active ones, after two rounds; nothing is lost by that, since the region's Θ
-holds the work.
+Both levels are simulated by `in_store`, which holds the rules. A region of the outer run takes steps at the pace
+of its replicas. Its link is what the first level leaves of a delegate's. If the delegate fails, no other takes its
+place before it has dropped out of the active ones, after two rounds; nothing is lost by that, since the region's
+Θ holds the work.
 """
 
 import math
