@@ -178,6 +178,7 @@ def _closed_form(method: str, setting: str, run: FleetRun, outcome: Outcome, see
         contributors=contributors,
         staleness=math.nan,
         decided_seconds=(math.nan, math.nan),
+        lost=math.nan,
     )
     names = {"setting": setting, "seed": seed, "reference": outcome.goodput}
     return _row("closed form", method, run.num_replicas, closed, **names)
