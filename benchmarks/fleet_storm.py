@@ -79,7 +79,7 @@ def main() -> None:
         )
 
 
-def simulate(row: Mapping[str, Any], *, num_seeds: int = 8) -> list[Outcome]:
+def simulate(row: Mapping[str, Any], *, num_seeds: int = 24) -> list[Outcome]:
     """Simulated outcomes of the storm of a row, by seed; goodput is relative to the pace without faults."""
     seconds, slowness = float(row["seconds"]), float(row["slowness"])
     suffered = {
