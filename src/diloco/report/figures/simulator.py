@@ -14,7 +14,9 @@ from diloco.scaling.judgement import EXTRAPOLATED, EXTRAPOLATED_PARAMS
 from diloco.scaling.power_laws import SEQUENCE_LENGTH, batch_tokens
 from diloco.scaling.table import method_name, published_table
 from diloco.simulator.bandwidth import GBIT_S
+from diloco.simulator.churn import Glance
 from diloco.simulator.description import MethodSettings, Pattern
+from diloco.simulator.fleet import FleetRun
 from diloco.simulator.paper import PaperModel
 from diloco.simulator.published import SCALING_SIZES, SIZES, Size
 from diloco.simulator.timeline import Interval, Kind, paper_timeline
@@ -113,6 +115,58 @@ def _draw_bar(axes: "Axes", bar: Interval, row: int, end: float) -> None:
         dark = bar.kind in ("forward", "backward_parameters")
         middle, ink = bar.start_seconds + width / 2, "white" if dark else "black"
         axes.text(middle, row, text, ha="center", va="center", fontsize=7, color=ink)
+
+
+_NUM_COLUMNS, _MOST_ROWS = 600, 200
+
+
+def draw_fleet(run: FleetRun, glances: Sequence[Glance]) -> "Figure":
+    """A fleet over time: goodput, replicas per outer step, and which replicas are up.
+
+    Args:
+        run: the fleet.
+        glances: after each outer step; of a larger fleet some replicas of each kind are drawn.
+    """
+    hours = np.array([glance.seconds for glance in glances]) / 3600
+    figure = new_figure(9, 7)
+    goodput, counted, up = figure.subplots(3, sharex=True, height_ratios=(2, 2, 3))
+    possible = 3600 * run.ideal_tokens_per_second
+    tokens = np.array([glance.tokens for glance in glances])
+    width = max(1, len(glances) // 30)
+    recent = (tokens[width:] - tokens[:-width]) / (possible * np.maximum(hours[width:] - hours[:-width], 1e-9))
+    goodput.plot(hours[width:], recent, color=viridis(0.4), label=f"last {width} outer steps")
+    goodput.plot(hours, tokens / (possible * hours), color="black", ls="--", label="since the beginning")
+    goodput.set(ylabel="goodput", ylim=(0, 1.05))
+    goodput.legend(fontsize=8, frameon=False, loc="lower right")
+    num_up = [int(glance.is_up_M.sum()) for glance in glances]
+    counted.plot(hours, num_up, color="black", lw=1, label="up")
+    counted.plot(
+        hours, [glance.contributors for glance in glances], ".", ms=3, color=viridis(0.4), label="counted"
+    )
+    counted.set(ylabel="replicas", ylim=(0, 1.05 * run.num_replicas))
+    counted.legend(fontsize=8, frameon=False, loc="lower right")
+    _draw_up(up, run, glances)
+    up.set_xlabel("time, hours")
+    for axes in (goodput, counted):
+        axes.grid(visible=True, color="0.9")
+    return figure
+
+
+def _draw_up(axes: "Axes", run: FleetRun, glances: Sequence[Glance]) -> None:
+    """A row per replica, dark where it is up."""
+    end = glances[-1].seconds
+    edges = np.linspace(0, end, min(_NUM_COLUMNS, len(glances)) + 1)
+    columns = np.searchsorted([glance.seconds for glance in glances], edges[1:])
+    rows = np.unique(np.linspace(0, run.num_replicas - 1, min(_MOST_ROWS, run.num_replicas)).astype(int))
+    up_RxC = np.array([glances[column].is_up_M[rows] for column in columns]).T
+    axes.pcolormesh(
+        edges / 3600, np.arange(len(rows) + 1), up_RxC, cmap="Greys", vmin=0, vmax=1.6, rasterized=True
+    )
+    places = [(place.start + place.stop - 1) / 2 for place in run.places]
+    axes.set_yticks(np.searchsorted(rows, places) + 0.5, [kind.name for kind in run.machines])
+    for place in run.places[1:]:
+        axes.axhline(np.searchsorted(rows, place.start), color="black", lw=0.8)
+    axes.set(ylabel="who is up", ylim=(len(rows), 0))
 
 
 _PAPERS = (SIZES["1B"], SIZES["10B"], SIZES["100B"])

@@ -168,7 +168,7 @@ def fleet_table(outcomes: Sequence[Outcome]) -> Table:
             f"{outcome.tokens_per_hour:,.0f}",
             f"{outcome.contributors:,.1f}",
             f"{outcome.staleness:.2f}",
-            "{:,.1f}, p99 {:,.1f}".format(*outcome.decided_seconds) if outcome.method == "store" else "",
+            "{:,.1f}, p99 {:,.1f}".format(*outcome.decided_seconds) if outcome.traffic else "",
             f"{dollars / tokens * 1e9:,.2f}" if tokens else "",
         )
     return table
