@@ -23,7 +23,7 @@ from diloco.errors import PayloadError
 from diloco.publishing import cells
 
 T = TypeVar("T")
-_MAGIC = b"DLCDIFF1"
+_MAGIC = b"DLCDIFF2"
 _DIGEST_BYTES = 32
 _HEAD_BYTES = len(_MAGIC) + _DIGEST_BYTES
 _LENGTH_BYTES = 4

@@ -28,6 +28,7 @@ from diloco.files import sha256, write_atomically
 
 T = TypeVar("T")
 _SOURCE = Path(__file__).with_name("native.c")
+_SOURCES = _SOURCE, _SOURCE.with_name("native_cells.h")
 
 
 _FLAGS = ("-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -45,7 +46,7 @@ def compiled_library() -> ctypes.CDLL:
         subprocess.SubprocessError: if the compiler does not end.
     """
     compiler = _compiler()
-    identity = repr((_SOURCE.read_bytes(), compiler, _FLAGS, _PROCESSOR_FLAGS, platform.machine(), _processor()))
+    identity = repr(([source.read_bytes() for source in _SOURCES], compiler, _FLAGS, _PROCESSOR_FLAGS, platform.machine(), _processor()))
     name = f"native-{sha256(identity.encode())[:16]}.so"
     cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco" / name
     if cached.exists():
