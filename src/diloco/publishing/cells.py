@@ -4,20 +4,23 @@ Shapes: N cells in chunks of n = CHUNK, the last one of fewer; k of a chunk chan
 
 Floats of one sign are ordered as their bits are. `order` extends this to both signs, so that a small change of a
 weight is a small step s between the places of its bits in that order, mostly ±1 in bfloat16 after a step of AdamW.
-A chunk's body holds, for the k changed cells:
+A chunk's body consists of planes of bits, each of which begins with a byte and goes on from the lowest bit of a
+byte on. The smaller an old weight is, the more often it changes: its class, one of four, is that of the top seven
+bits of its magnitude, two binades of a bfloat16. A chunk of which most cells change has one class. In order:
 
-    counts    k, bytes of the first and of the fourth plane; then the two parameters, g and e
-    1         the number of unchanged cells before each changed one, divided by 2^g, in unary
-    2         its remainders, of g bits
-    3         the signs of the steps
-    4         of y = |s| − 1 + 2^e, the bits below the highest one: their number less e, in unary
-    5         these bits
+    head            the highest bucket of the classes, e; for each class the bytes of its first plane, and g
+    of each class   g = 0: the mask of its changed cells
+                    g = 1: the mask of its pairs of cells that changed; of these, the mask of those whose first
+                    cell alone changed; of the others, the mask of those whose cells both changed
+                    g > 1: the numbers of unchanged cells before each changed one, divided by 2^g, in unary; then
+                    the remainders, of g bits (Rice's code)
+    signs           of the steps
+    bits b < e      of y = |s| − 1 + 2^e, a plane each
+    for each b ≥ e  which of the y that reach bit b have a higher one; of these, bit b (exponential Golomb)
 
-Planes 1 and 2 are Rice's code, which is within 5 % of the entropy where at most half of the cells change, one
-independently of another; with g = 0 it is a mask of the chunk. Planes 4 and 5 are the exponential Golomb code,
-which fits steps of all magnitudes. Each plane begins with a byte, and its bits follow one another from the lowest
-bit of a byte on. A chunk without change has no body; a chunk whose body would be as long as its cells, or longer,
-is these cells.
+So the C code works on 64 cells at once, by pext and pdep (BMI2) where they are; only Rice's code has a cost per
+changed cell, where few change. A chunk without change has no body; a chunk whose body would be as long as its
+cells, or longer, is these cells. On other old cells than the encoder's a body leads to other new ones.
 
 Steps are exact integers modulo 2^b, with b bits in a cell: nothing is rounded, whatever the bits mean.
 """
@@ -35,7 +38,9 @@ from diloco.wire.kernels.native import Native, native
 
 CHUNK = 1 << 17
 """Cells that are coded together, at most: with their positions and steps they fit the cache."""
-_NUM_CLASSES = 8
+SLACK = 16
+"""Bytes beyond the bodies that `encode` may write."""
+_NUM_CLASSES = 4
 _HEAD = struct.Struct("<BB" + "HB" * _NUM_CLASSES)
 _SAMPLE = 64
 """Runs of 64 cells from which a chunk's parameters are read, at least."""
@@ -50,25 +55,31 @@ Cells = NDArray[np.unsignedinteger]
 """Flat little-endian unsigned integers of 1, 2, 4 or 8 bytes."""
 
 
-def encode(old_N: Cells, new_N: Cells) -> tuple[list[int], bytes]:
-    """The lengths of the chunks' bodies, and these, one after another.
+def encode(old_N: Cells, new_N: Cells, into: NDArray[np.uint8]) -> list[int]:
+    """Write the chunks' bodies one after another; their lengths.
+
+    Args:
+        old_N: the old cells.
+        new_N: as many new ones.
+        into: memory of at least as many bytes as the cells have, and `SLACK` more.
 
     >>> old, new = np.zeros(CHUNK + 4, np.uint16), np.zeros(CHUNK + 4, np.uint16)
     >>> new[100], new[CHUNK:] = 1, 0xFFFF
-    >>> encode(old, old)[0], encode(old, new)[0]
+    >>> into = np.empty(old.nbytes + SLACK, np.uint8)
+    >>> encode(old, old, into), encode(old, new, into)
     ([0, 0], [19, 8])
     """
+    assert into.flags.c_contiguous and len(into) >= old_N.nbytes + SLACK
     if (compiled := _compiled()) is None:
         bodies = [_encode_chunk(old_N[some], new_N[some]) for some in _chunks(len(old_N))]
-        return [len(body) for body in bodies], b"".join(bodies)
+        into[: sum(map(len, bodies))] = np.frombuffer(b"".join(bodies), np.uint8)
+        return [len(body) for body in bodies]
     encode = compiled.function(f"cells{old_N.itemsize}_encode", *_ENCODE, result=c_int64)
     lengths = np.empty(len(_chunks(len(old_N))), np.uint32)
-    body = np.empty(old_N.nbytes + 16, np.uint8)
     sizes = len(old_N), CHUNK
-    num_bytes = encode(old_N.ctypes.data, new_N.ctypes.data, *sizes, lengths.ctypes.data, body.ctypes.data)
-    if num_bytes < 0:
+    if encode(old_N.ctypes.data, new_N.ctypes.data, *sizes, lengths.ctypes.data, into.ctypes.data) < 0:
         raise MemoryError
-    return lengths.tolist(), body[:num_bytes].tobytes()  # nearly all of the memory is left
+    return lengths.tolist()
 
 
 def decode(lengths: Sequence[int], body: memoryview, into_N: Cells, *, only_check: bool = False) -> int:
@@ -134,9 +145,9 @@ def _mask_planes(is_changed_m: NDArray[np.bool]) -> tuple[int, bytes, bytes, byt
     if not g:
         return 0, _packed(is_changed_m), b"", b""
     if g == 1:
-        first, second = np.append(is_changed_m, False)[: (len(is_changed_m) + 1) // 2 * 2].reshape(-1, 2).T
-        only_first = (first & ~second)[first | second]
-        return 1, _packed(first | second), _packed(only_first), _packed((first & second)[first | second][~only_first])
+        pairs = np.append(is_changed_m, np.zeros(len(is_changed_m) % 2, np.bool)).reshape(-1, 2)
+        first, second = pairs[pairs.any(1)].T
+        return 1, _packed(pairs.any(1)), _packed(first & ~second), _packed((first & second)[second])
     gap_k = np.diff(place_k, prepend=-1) - 1
     is_one = np.zeros((gap_k >> g).sum() + len(gap_k), np.bool)
     is_one[((gap_k >> g) + 1).cumsum() - 1] = True
@@ -222,7 +233,8 @@ def _mask(first: NDArray[np.bool], g: int, n: int, taken: Callable[[int], NDArra
         pairs[np.flatnonzero(first)[~only_first], 1] = True
         return pairs.reshape(-1)
     _check(first[-8:].any() or not len(first))
-    gap_k = (np.diff(np.flatnonzero(first), prepend=-1) - 1 << g) + (taken(num_ones * g).reshape(-1, g) << np.arange(g)).sum(1)
+    gap_k = np.diff(np.flatnonzero(first), prepend=-1) - 1 << g
+    gap_k += (taken(num_ones * g).reshape(-1, g) << np.arange(g)).sum(1)
     place_k = (gap_k + 1).cumsum() - 1
     _check(not num_ones or place_k[-1] < n)
     mask = np.zeros(n, np.bool)
@@ -245,13 +257,13 @@ def _buckets(cells: Cells) -> NDArray[np.uint8]:
     """The highest bits of magnitudes: of bfloat16 and of float32 the exponent."""
     bits = 8 * cells.itemsize
     magnitude = cells & cells.dtype.type((1 << (bits - 1)) - 1)
-    return (magnitude >> cells.dtype.type(max(0, bits - 9))).astype(np.uint8)
+    return (magnitude >> cells.dtype.type(bits - 8)).astype(np.uint8)
 
 
 def _top(bucket: NDArray[np.uint8]) -> int:
     """The highest bucket with a 64th of the cells in it and above."""
-    above = np.bincount(bucket, minlength=256)[::-1].cumsum()
-    return 255 - int(np.argmax(64 * above >= len(bucket)))
+    above = np.bincount(bucket, minlength=128)[::-1].cumsum()
+    return 127 - int(np.argmax(64 * above >= len(bucket)))
 
 
 def _classes(cells_n: Cells, top: int) -> NDArray[np.int64]:

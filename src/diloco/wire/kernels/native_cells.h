@@ -5,7 +5,7 @@
 #ifndef LEVEL
 
 #define PAIRS ((uint64_t)0x5555555555555555)
-enum { SAMPLE = 64, CLASSES = 8, WORDS = 32, HEAD = 2 + 3 * CLASSES, MOST_PARAMETER = 62, MOST_GAP_PARAMETER = 17, SLACK = 16 };
+enum { SAMPLE = 64, CLASSES = 4, WORDS = 32, HEAD = 2 + 3 * CLASSES, MOST_PARAMETER = 62, MOST_GAP_PARAMETER = 17, SLACK = 16 };
 
 INLINE int bit_length(uint64_t value) { return value ? 64 - __builtin_clzll(value) : 0; }
 INLINE int64_t bytes_of(int64_t bits) { return (bits + 7) / 8; }
@@ -24,8 +24,8 @@ static int step_parameter(const uint32_t *counts, int bits) {
 // The highest bucket with a 64th of the cells in it and above.
 static int top_bucket(const uint32_t *counts) {
     uint64_t all = 0, above = 0;
-    int top = 255;
-    for (int b = 0; b < 256; b++) all += counts[b];
+    int top = 127;
+    for (int b = 0; b < 128; b++) all += counts[b];
     for (; top > 0 && 64 * (above += counts[top]) < all; top--) {}
     return top;
 }
@@ -56,6 +56,11 @@ INLINE void put_unary(Writer *w, uint64_t zeros) {
 INLINE int64_t put_last(Writer *w) {
     memcpy(w->to, &w->held, 8);
     return w->to - w->start + bytes_of(w->num_held);
+}
+
+// Processors fetch ahead within a page of memory only.
+INLINE void fetch(const uint8_t *from, int num_lines) {
+    for (int i = 0; i < num_lines; i++) __builtin_prefetch(from + 64 * i);
 }
 
 // 64 bits of a plane; 9 bytes are read.
@@ -153,51 +158,36 @@ static void write_gaps(const uint8_t *first, int64_t num_first, const uint8_t *s
     }
 }
 
-#define LEVEL 0
-#define TARGET
-#define NAME(FUNCTION) FUNCTION##_plain
-#include "native_cells.h"
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 #define LEVEL 1
 #define TARGET __attribute__((target("avx2,bmi,bmi2,popcnt,lzcnt")))
 #define NAME(FUNCTION) FUNCTION##_avx2
 #include "native_cells.h"
-#define LEVEL 2
-#define TARGET __attribute__((target("avx2,bmi,bmi2,popcnt,lzcnt,avx512f,avx512bw,avx512vl")))
-#define NAME(FUNCTION) FUNCTION##_avx512
+#endif
+#define LEVEL 0
+#define TARGET
+#define NAME(FUNCTION) FUNCTION##_plain
 #include "native_cells.h"
-#endif
 
-int cells_level = 2;  // the highest that is used
-static int level_here(void) {
+int cells_are_plain = 0;  // 1 where tests ask for the portable functions
 #if defined(__x86_64__) && defined(__GNUC__)
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi2")) return 0;
-    if (__builtin_cpu_is("znver1") || __builtin_cpu_is("znver2")) return 0;  // their pext takes a hundred cycles
-    int level = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") ? 2 : 1;
-    return level < cells_level ? level : cells_level;
-#else
-    return 0;
-#endif
+static int has_avx2(void) {
+    if (cells_are_plain || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi2")) return 0;
+    return !__builtin_cpu_is("znver1") && !__builtin_cpu_is("znver2");  // their pext takes a hundred cycles
 }
-#if defined(__x86_64__) && defined(__GNUC__)
-#define DISPATCHED(FUNCTION, ...) \
-    switch (level_here()) { \
-        case 2: return FUNCTION##_avx512(__VA_ARGS__); \
-        case 1: return FUNCTION##_avx2(__VA_ARGS__); \
-    } \
-    return FUNCTION##_plain(__VA_ARGS__)
+#define BEST(FUNCTION, ...) has_avx2() ? FUNCTION##_avx2(__VA_ARGS__) : FUNCTION##_plain(__VA_ARGS__)
 #else
-#define DISPATCHED(FUNCTION, ...) return FUNCTION##_plain(__VA_ARGS__)
+#define BEST(FUNCTION, ...) FUNCTION##_plain(__VA_ARGS__)
 #endif
 #define CELLS(SIZE) \
     int64_t cells##SIZE##_encode( \
         const uint8_t *old, const uint8_t *new, int64_t n, int64_t chunk, uint32_t *lengths, uint8_t *body) { \
-        DISPATCHED(encode##SIZE, old, new, n, chunk, lengths, body); \
+        return BEST(encode##SIZE, old, new, n, chunk, lengths, body); \
     } \
     int64_t cells##SIZE##_decode( \
         const uint8_t *body, const uint32_t *lengths, uint8_t *into, int64_t n, int64_t chunk, int only_check) { \
-        DISPATCHED(decode##SIZE, body, lengths, into, n, chunk, only_check); \
+        return BEST(decode##SIZE, body, lengths, into, n, chunk, only_check); \
     }
 CELLS(1)
 CELLS(2)
@@ -226,9 +216,7 @@ TARGET INLINE uint64_t NAME(pdep)(uint64_t bits, uint64_t mask) {
 }
 // A bit of each of 64 bytes.
 TARGET INLINE uint64_t NAME(plane)(const uint8_t byte[64], int bit) {
-#if LEVEL > 1
-    return _mm512_test_epi8_mask(_mm512_loadu_si512(byte), _mm512_set1_epi8((char)(1 << bit)));
-#elif LEVEL > 0
+#if LEVEL > 0
     __m256i low = _mm256_loadu_si256((const void *)byte), high = _mm256_loadu_si256((const void *)(byte + 32));
     uint32_t low_bits = (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(low, 7 - bit));
     return low_bits | (uint64_t)(uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(high, 7 - bit)) << 32;
@@ -243,12 +231,7 @@ TARGET INLINE uint64_t NAME(plane)(const uint8_t byte[64], int bit) {
 }
 // Make 64 bytes of the planes of their bits, of which there are at most 8, `WORDS` words apart.
 TARGET INLINE void NAME(join)(const uint64_t *planes, int num, uint8_t byte[64]) {
-#if LEVEL > 1
-    __m512i all = _mm512_setzero_si512();
-    for (int b = 0; b < num; b++)
-        all = _mm512_or_si512(all, _mm512_maskz_set1_epi8(planes[b * WORDS], (char)(1 << b)));
-    _mm512_storeu_si512(byte, all);
-#elif LEVEL > 0
+#if LEVEL > 0
     __m256i one = _mm256_set1_epi64x((int64_t)0x8040201008040201u), low = _mm256_setzero_si256(), high = low;
     __m256i low_at = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
     __m256i high_at = _mm256_or_si256(low_at, _mm256_set1_epi8(4));
@@ -322,7 +305,7 @@ TARGET static int NAME(code_mask)(const Writer *mask, Writer *first, Writer *sec
             for (; word; word &= word - 1) {
                 int64_t place = i + __builtin_ctzll(word), gap = place - next;
                 put_unary(&one, (uint64_t)(gap >> g));
-                put(&two, (uint64_t)gap & first_bits(g), g);
+                put_some(&two, (uint64_t)gap & first_bits(g), g);
                 next = place + 1;
             }
         }
@@ -349,9 +332,8 @@ TARGET static void NAME(write_mask)(const Planes *p, int c, uint8_t *mask) {
 }
 // The cells of each class, from the bits of its number; the words of a class are together.
 TARGET INLINE void NAME(split)(const uint8_t number[64], uint64_t valid, uint64_t *of_class) {
-    uint64_t bit0 = NAME(plane)(number, 0), bit1 = NAME(plane)(number, 1), bit2 = NAME(plane)(number, 2);
-    for (int c = 0; c < CLASSES; c++)
-        of_class[c * WORDS] = valid & (c & 1 ? bit0 : ~bit0) & (c & 2 ? bit1 : ~bit1) & (c & 4 ? bit2 : ~bit2);
+    uint64_t bit0 = NAME(plane)(number, 0), bit1 = NAME(plane)(number, 1);
+    for (int c = 0; c < CLASSES; c++) of_class[c * WORDS] = valid & (c & 1 ? bit0 : ~bit0) & (c & 2 ? bit1 : ~bit1);
 }
 
 #define CELL uint8_t
@@ -380,7 +362,7 @@ TARGET INLINE CELL OF(at)(CELL place) { return (CELL)(place ^ ((CELL)((CELL)(pla
 
 // The buckets of 64 cells: the highest bits of their magnitudes.
 TARGET INLINE void OF(buckets)(const CELL *cells, uint8_t bucket[64]) {
-    for (int i = 0; i < 64; i++) bucket[i] = (uint8_t)((CELL)(cells[i] & (CELL)~TOP) >> (BITS > 8 ? BITS - 9 : 0));
+    for (int i = 0; i < 64; i++) bucket[i] = (uint8_t)((CELL)(cells[i] & (CELL)~TOP) >> (BITS - 8));
 }
 TARGET INLINE void OF(classes)(const CELL *cells, uint8_t top, uint64_t valid, uint64_t *of_class) {
     uint8_t number[64];
@@ -411,10 +393,12 @@ TARGET INLINE const CELL *OF(all)(const CELL *cells, int64_t num, CELL copy[64])
 
 // Read both parameters from a sample.
 TARGET static void OF(sample)(const CELL *old, const CELL *new, int64_t n, int *top, int *e) {
-    uint32_t bucket_counts[256] = {0}, length_counts[64] = {0};
+    uint32_t bucket_counts[128] = {0}, length_counts[64] = {0};
     CELL copy_a[64], copy_b[64], least[64];
     uint8_t flag[64], bucket[64];
     int64_t stride = 64 * (n / 64 / SAMPLE + 1), num_cells = 0, num_changed = 0;
+    for (int64_t i = 0; i < n; i += stride)
+        fetch((const uint8_t *)(old + i), sizeof(CELL)), fetch((const uint8_t *)(new + i), sizeof(CELL));
     for (int64_t i = 0; i < n; i += stride) {
         int64_t num = n - i < 64 ? n - i : 64;
         const CELL *a = OF(all)(old + i, num, copy_a), *b = OF(all)(new + i, num, copy_b);
@@ -442,6 +426,7 @@ TARGET static void OF(split)(const CELL *old, const CELL *new, int64_t n, int to
     for (int64_t i = 0; i < num_words; i++) {
         int64_t here = n - 64 * i;
         const CELL *a = OF(all)(old + 64 * i, here, copy_a), *b = OF(all)(new + 64 * i, here, copy_b);
+        fetch((const uint8_t *)(a + 64 * WORDS), sizeof(CELL)), fetch((const uint8_t *)(b + 64 * WORDS), sizeof(CELL));
         OF(classes)(a, (uint8_t)top, first_bits(here), &of_class[0][i]);
         OF(steps)(a, b, least[i], flag);
         changed[i] = NAME(plane)(flag, 0), down[i] = NAME(plane)(flag, 1);
@@ -453,7 +438,9 @@ TARGET static void OF(split)(const CELL *old, const CELL *new, int64_t n, int to
     int length = bit_length((uint64_t)all + ((uint64_t)1 << e));
     for (int64_t i = 0; i < num_words; i++) {
         if (!changed[i]) continue;
-        for (int b = 0; b < length; b += 8) {
+#pragma GCC unroll 8
+        for (int b = 0; b < BITS; b += 8) {
+            if (b >= length) break;
             for (int j = 0; j < 64; j++) byte[j] = (uint8_t)((CELL)(least[i][j] + ((CELL)1 << e)) >> b);
             for (int bit = b; bit < b + 8 && bit < length; bit++) y[bit][i] = NAME(plane)(byte, bit - b);
         }
@@ -520,7 +507,9 @@ TARGET static int64_t OF(encode)(
 TARGET INLINE void OF(add)(CELL *cells, const uint64_t *y, int length, const uint64_t *down, int e) {
     CELL step[64] = {0};
     uint8_t byte[64];
-    for (int b = 0; b < length; b += 8) {
+#pragma GCC unroll 8
+    for (int b = 0; b < BITS; b += 8) {
+        if (b >= length) break;
         NAME(join)(y + b * WORDS, length - b < 8 ? length - b : 8, byte);
         for (int j = 0; j < 64; j++) step[j] |= (CELL)((CELL)byte[j] << b);
     }
@@ -542,6 +531,7 @@ TARGET static void OF(change)(const Planes *p, OF(Next) *next, CELL *into, int64
     CELL copy[64];
     for (int64_t i = 0; i < num_words; i++) {
         int64_t here = n - 64 * i;
+        fetch((const uint8_t *)(into + 64 * (i + WORDS)), sizeof(CELL));
         OF(classes)(OF(all)(into + 64 * i, here, copy), (uint8_t)p->top, first_bits(here), &of_class[0][i]);
     }
     for (int c = 0; c < (p->top ? CLASSES : 1); c++) {
