@@ -46,7 +46,7 @@ ARMS = (
     (ALONE, "", 1, BATCH, 1.6e-2),
     (PLAIN, "sgd:lr=1", 20, BATCH, 1.6e-2),
 )
-"""The method; the outer rule of two homes, or nothing for one trainer; H; sequences per step of all; learning rate."""
+"""The method; the outer rule of two homes, or nothing for one trainer; H; sequences per step; learning rate."""
 NUM_KEYS = 6
 
 

@@ -46,7 +46,16 @@ def compiled_library() -> ctypes.CDLL:
         subprocess.SubprocessError: if the compiler does not end.
     """
     compiler = _compiler()
-    identity = repr(([source.read_bytes() for source in _SOURCES], compiler, _FLAGS, _PROCESSOR_FLAGS, platform.machine(), _processor()))
+    identity = repr(
+        (
+            [source.read_bytes() for source in _SOURCES],
+            compiler,
+            _FLAGS,
+            _PROCESSOR_FLAGS,
+            platform.machine(),
+            _processor(),
+        )
+    )
     name = f"native-{sha256(identity.encode())[:16]}.so"
     cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco" / name
     if cached.exists():
