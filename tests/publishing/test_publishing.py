@@ -458,7 +458,7 @@ def _begun_anew(place: Path, version: Version) -> None:
 @pytest.mark.parametrize(
     "damage, words",
     [
-        (_cut, r"bodies/0000000002-\w{16}/00000 in .* was cut short: it has 142 bytes, not 143"),
+        (_cut, r"bodies/0000000002-\w{16}/00000 in .* was cut short: it has 146 bytes, not 147"),
         (_lengthened, "bytes, and may have"),
         (_flipped, "the difference of version 2 in .* does not match the SHA-256 in its header: it was damaged"),
         (_head_cut, "version 2 in .* can't be used: its header is cut short"),
@@ -509,15 +509,15 @@ def test_what_is_closed_says_so(place: str) -> None:
     assert follower.update() is not None
     timer = threading.Timer(0.2, follower.close)
     timer.start()
-    with pytest.raises(UserError, match="this follower of .* is closed: make a new one"):
+    with pytest.raises(UserError, match=r"this follower of .* is closed: make a new one"):
         list(follower)  # waits for versions
     timer.join()
     for use in (follower.update, lambda: follower.load_into(state), lambda: follower.resume(0, state)):
-        with pytest.raises(UserError, match="this follower of .* is closed: make a new one"):
+        with pytest.raises(UserError, match=r"this follower of .* is closed: make a new one"):
             use()
     assert follower.version.number == 0 and same_bits(follower.state, state)
     publisher.close()
-    with pytest.raises(UserError, match="this publisher to .* is closed: make a new one"):
+    with pytest.raises(UserError, match=r"this publisher to .* is closed: make a new one"):
         publisher.publish(state, step=1)
 
 

@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -102,12 +103,10 @@ def test_a_group_that_is_saved_in_the_midst_of_a_round_publishes_it_after_a_resu
         model, place = Net(), tmp_path / f"place-{len(stops)}"
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-        def new() -> diloco.StreamingDiLoCo:
-            return diloco.StreamingDiLoCo(model, sync_every=6, overlap_steps=1, exchange=diloco.LoopbackExchange())
-
-        engine = new()
+        new = partial(diloco.StreamingDiLoCo, sync_every=6, overlap_steps=1, exchange=diloco.LoopbackExchange())
+        engine = new(model)
         publisher = publisher_of(engine, place)
-        for step in range(1, 22):
+        for step in range(1, 24):
             model.head(model.blocks[step % 3](torch.full((1, 4), step / 40))).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -116,7 +115,7 @@ def test_a_group_that_is_saved_in_the_midst_of_a_round_publishes_it_after_a_resu
             if step in stops:
                 saved = engine.state_dict()
                 publisher.close()
-                engine = new()
+                engine = new(model)
                 engine.load_state_dict(saved)
                 publisher = publisher_of(engine, place, step=step)
         publisher.close()
@@ -131,9 +130,9 @@ def test_a_round_of_which_a_slow_first_member_has_no_copy_is_named(
     engine = diloco.StreamingDiLoCo(Net(), sync_every=6, exchange=diloco.LoopbackExchange())
     publisher = publisher_of(engine, tmp_path / "place", rendezvous=rendezvous_of(0, "a"))
     # Fragment 0 takes round 2 alone, and rounds 3 and 4 at once; fragment 1 takes rounds 2 to 4, one by one.
-    for step, round in enumerate((2, 3, 4)):
-        fragments = [(0, 2)] if round == 2 else [(0, 3), (0, 4)] if round == 3 else []
-        publisher.after(step, [outer_step(*each, (0, 1)) for each in [*fragments, (1, round)]])
+    for step, taken in enumerate((2, 3, 4)):
+        fragments = [(0, 2)] if taken == 2 else [(0, 3), (0, 4)] if taken == 3 else []
+        publisher.after(step, [outer_step(*each, (0, 1)) for each in [*fragments, (1, taken)]])
         if publisher._thread is not None:
             publisher._thread.join()
     publisher.close()

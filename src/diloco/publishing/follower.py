@@ -33,8 +33,9 @@ class Follower:
     """Follows the versions that a `Publisher` writes, and holds the newest one's weights on the CPU.
 
     Each version is checked (its bytes, its place after the one before, its bits after a difference, with a key its
-    signature) before it is held. An error leaves the version that was held; it is read anew where a difference has
-    led to other bits than its digest's, and none is held if it is gone by then. A follower that was away takes the differences it has missed, or the newest whole version, whichever has fewer bytes.
+    signature) before it is held. An error leaves the version that was held: it is read anew where a difference led
+    to other bits than its digest's, and none is held if it is gone by then. Never is it a mixture. A follower that
+    was away takes the differences it has missed, or the newest whole version, whichever has fewer bytes.
 
     Iteration gives the newest version whenever there is a newer one, and so may skip numbers. It waits as long as
     the store answers. Where versions come from a publisher without a key, everybody who can write to the store can

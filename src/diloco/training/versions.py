@@ -77,8 +77,9 @@ class RunPublisher:
         taken = [schedule.num_sent(p, until) for p in range(len(sync.settings.fragments))]
         newest = max(taken)
         if newest % every == 0 and min(taken) < newest:
-            for p in (p for p, round in enumerate(taken) if round == newest):
-                self._keep(newest, p, None, sync)
+            for p in range(len(taken)):
+                if taken[p] == newest:
+                    self._keep(newest, p, None, sync)
 
     def after(self, step: int, outer_steps: Sequence[OuterStep]) -> None:
         """Keep what an inner step has changed, and publish what is whole; all processes of the replica call it.
@@ -96,9 +97,7 @@ class RunPublisher:
                 self._start(self._copied(list(sync.outer_parameters())), step=step, facts={})
             return
         newest = {outer_step.sync.fragment: outer_step for outer_step in outer_steps}
-        for (
-            outer_step
-        ) in outer_steps:  # a joiner, or a slow replica, may take several: Θ is that after the last one
+        for outer_step in outer_steps:  # a joiner or a slow replica may take several; Θ is that after the last
             if newest[outer_step.sync.fragment] is not outer_step and outer_step.sync.round % every == 0:
                 self._name_skipped(outer_step.sync.round, outer_step.sync.fragment, _first_of(outer_step), sync)
         for p, outer_step in newest.items():
@@ -125,7 +124,7 @@ class RunPublisher:
             self._skipped.append(str(round))
 
     def _is_own(self, first: int | None) -> bool:
-        """True if this replica publishes the rounds in whose last fragment's outer step a replica was the first."""
+        """True if this replica publishes the rounds whose last outer step had this first replica."""
         return self.world.rendezvous is None or first == self.world.rendezvous.replica
 
     def _publish_round(self, round: int, sync: StreamingDiLoCo) -> None:
