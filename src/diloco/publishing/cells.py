@@ -146,8 +146,8 @@ def _mask_planes(is_changed_m: NDArray[np.bool]) -> tuple[int, bytes, bytes, byt
         return 0, _packed(is_changed_m), b"", b""
     if g == 1:
         pairs = np.append(is_changed_m, np.zeros(len(is_changed_m) % 2, np.bool)).reshape(-1, 2)
-        first, second = pairs[pairs.any(1)].T
-        return 1, _packed(pairs.any(1)), _packed(first & ~second), _packed((first & second)[second])
+        first, second = pairs[pairs[:, 0] | pairs[:, 1]].T
+        return 1, _packed(pairs[:, 0] | pairs[:, 1]), _packed(first & ~second), _packed((first & second)[second])
     gap_k = np.diff(place_k, prepend=-1) - 1
     is_one = np.zeros((gap_k >> g).sum() + len(gap_k), np.bool)
     is_one[((gap_k >> g) + 1).cumsum() - 1] = True

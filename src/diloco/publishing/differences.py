@@ -62,7 +62,7 @@ def difference_of(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> memor
         lengths += of_part
     head = b"".join((_MAGIC, _layout(old), struct.pack(f"<{len(lengths)}I", *lengths)))
     body[:start] = np.frombuffer(head, np.uint8)
-    return memoryview(body)[:stop].toreadonly()
+    return body.data[:stop].toreadonly()
 
 
 def apply_to(state: Mapping[str, Tensor], body: bytes | bytearray | memoryview, *, source: str) -> int:
