@@ -7,11 +7,13 @@ import pytest
 import torch
 from tests.models.gpt2 import write_config, write_model
 
+import diloco
 from diloco.errors import UserError
 from diloco.evaluation.likelihoods import likelihoods
 from diloco.fragments import strided
 from diloco.models.hugging_face_config import hugging_face_model
 from diloco.models.writer import Writer, generate
+from diloco.publishing.directories import FollowedDirectory
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -133,6 +135,25 @@ def test_adapters_begin_as_the_model_and_are_all_that_is_trained(folder):
     assert not torch.equal(one.state_dict()[drawn], other.state_dict()[drawn])
     one(TOKENS).sum().backward()
     assert [name for name, parameter in one.named_parameters() if parameter.grad is not None] == trained
+
+
+def test_published_adapters_are_read_by_peft(folder, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = hugging_face_model(str(folder), lora="rank=2,targets=c_attn")
+    adapted = config.initial(seed=0)
+    for value in adapted.state_dict().values():
+        torch.nn.init.normal_(value, std=0.2)
+    named = {config.published_name(name): value for name, value in adapted.state_dict().items()}
+    with diloco.Publisher(str(tmp_path / "place"), dtype=None) as publisher:
+        version = publisher.publish(named, step=1, files=config.published_files())
+    with diloco.Follower(str(tmp_path / "place")) as follower:
+        follower.update()
+        files = {name: follower.file(name) for name in version.files}
+        FollowedDirectory(tmp_path / "to").write(version, follower.state, files)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    read = peft.PeftModel.from_pretrained(base, tmp_path / "to" / "current").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(read(input_ids=TOKENS).logits, adapted.eval()(TOKENS))
 
 
 def test_weights_of_four_bits_get_adapters_and_are_widened_where_those_are_merged(tmp_path):

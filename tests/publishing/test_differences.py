@@ -1,5 +1,6 @@
 import shutil
 from contextlib import contextmanager
+from ctypes import c_int
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from diloco.errors import PayloadError
 from diloco.publishing import cells
 from diloco.publishing.differences import apply_to, content_digest, difference_of
+from diloco.wire.kernels.native import native
 
 HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
 DTYPES = [
@@ -68,13 +70,15 @@ def pairs(draw):
     return old, new
 
 
-IMPLEMENTATIONS = ["native", "plain"] if HAS_COMPILER else ["plain"]
+IMPLEMENTATIONS = ["native", "portable", "plain"] if HAS_COMPILER else ["plain"]
 
 
 @contextmanager
 def implementation(name, chunk=cells.CHUNK):
-    """Code cells as compiled C or in NumPy, in chunks of some length."""
+    """Code cells by compiled C, with or without the processor's own instructions, or in NumPy, in such chunks."""
     with pytest.MonkeyPatch.context() as patch:
+        if (compiled := native()) is not None:
+            patch.setattr(c_int.in_dll(compiled._library, "cells_are_plain"), "value", int(name == "portable"))
         patch.setattr(cells, "CHUNK", chunk)
         if name == "plain":
             patch.setattr(cells, "native", lambda: None)
@@ -89,7 +93,7 @@ def test_the_new_state_is_the_old_one_with_the_difference_bit_by_bit(states, chu
     for name in IMPLEMENTATIONS:
         state = {name: tensor.clone() for name, tensor in old.items()}
         with implementation(name, chunk):
-            bodies.add(body := difference_of(old, new))
+            bodies.add(body := bytes(difference_of(old, new)))
             num_changed = apply_to(state, body, source="version 1")
         assert {name: bits_of(tensor) for name, tensor in state.items()} == {n: bits_of(t) for n, t in new.items()}
         assert num_changed == sum(int((cells_of(old[n]) != cells_of(new[n])).sum()) for n in old)
@@ -106,7 +110,7 @@ def test_whole_chunks_have_the_same_bytes_in_both_forms(density):
     for name in IMPLEMENTATIONS:
         state = {name: tensor.clone() for name, tensor in old.items()}
         with implementation(name):
-            bodies.add(body := difference_of(old, new))
+            bodies.add(body := bytes(difference_of(old, new)))
             apply_to(state, body, source="version 1")
         assert content_digest(state) == content_digest(new)
     assert len(bodies) == 1
@@ -141,6 +145,19 @@ def test_a_damaged_difference_is_refused_or_means_one_thing_and_never_half_of_it
             assert content_digest(state) == content_digest(old), "nothing was written"
             results.append(str(error))
     assert len(set(results)) == 1, "native and plain code agree"
+
+
+def test_a_difference_on_another_base_means_one_thing_for_all():
+    rng = np.random.default_rng(3)
+    old = {"a": torch.from_numpy(rng.normal(0, 0.02, 3000).astype(np.float32)).bfloat16()}
+    for density in (0.02, 0.2, 0.9):
+        new, digests = {"a": changed(rng, old["a"], density, 3)}, set()
+        for name in IMPLEMENTATIONS:
+            state = {"a": 16 * old["a"][torch.arange(3000) // 2]}  # with other cells in the classes
+            with implementation(name, 1000):
+                num_changed = apply_to(state, difference_of(old, new), source="version 1")
+            digests.add((num_changed, content_digest(state)))
+        assert len(digests) == 1 and digests != {(0, content_digest(new))}
 
 
 def test_every_flipped_bit_changes_the_content_digest():
@@ -178,7 +195,7 @@ def test_an_unsound_difference_is_refused_with_a_sentence(case, name):
     new = {"a": torch.zeros(100), "b.weight": torch.zeros(200, dtype=torch.bfloat16)}
     new["b.weight"][::50] = 1
     with implementation(name):
-        body = difference_of(old, new)
+        body = bytes(difference_of(old, new))
         with pytest.raises(PayloadError, match=f"version 7 .*{sentence}"):
             apply_to(old, damage(body), source="version 7")
     assert not old["b.weight"].any()
@@ -206,7 +223,7 @@ def test_threads_change_nothing(monkeypatch):
     for num_threads in (1, 4):
         monkeypatch.setattr(torch, "get_num_threads", lambda number=num_threads: number)
         state = {name: tensor.clone() for name, tensor in old.items()}
-        bodies.add(body := difference_of(old, new))
+        bodies.add(body := bytes(difference_of(old, new)))
         apply_to(state, body, source="version 1")
         assert content_digest(state) == content_digest(new)
     assert len(bodies) == 1

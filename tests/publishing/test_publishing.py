@@ -458,7 +458,7 @@ def _begun_anew(place: Path, version: Version) -> None:
 @pytest.mark.parametrize(
     "damage, words",
     [
-        (_cut, r"bodies/0000000002-\w{16}/00000 in .* was cut short: it has 142 bytes, not 143"),
+        (_cut, r"bodies/0000000002-\w{16}/00000 in .* was cut short: it has 146 bytes, not 147"),
         (_lengthened, "bytes, and may have"),
         (_flipped, "the difference of version 2 in .* does not match the SHA-256 in its header: it was damaged"),
         (_head_cut, "version 2 in .* can't be used: its header is cut short"),
@@ -484,11 +484,41 @@ def test_a_bad_version_is_refused_and_leaves_the_one_before(
         with pytest.raises((PayloadError, UserError), match=words):
             follower.load_into(model)
         assert same_bits(model, states[1])
-        if damage is _wrong_digest:
-            assert follower.version is None and not follower.state
-        else:
-            assert follower.version is not None and follower.version.number == 1
-            assert same_bits(follower.state, states[1])
+        assert follower.version is not None and follower.version.number == 1
+        assert same_bits(follower.state, states[1])
+
+
+def test_nothing_is_held_where_the_version_before_a_wrong_digest_is_gone(place: str) -> None:
+    states = published(place, 2)
+    with diloco.Follower(place) as follower, diloco.Publisher(place, dtype=None, whole_every=3) as publisher:
+        follower.update()
+        _wrong_digest(Path(place), publisher.publish(state := changed(states[1], 2), step=20))
+        (Path(place) / VERSION.name(0)).unlink()
+        with pytest.raises(PayloadError, match="leads to the digest"):
+            follower.update()
+        assert follower.version is None and not follower.state
+        publisher._is_known = True  # it does not look at what was damaged
+        with diloco.Publisher(place, dtype=None) as another:
+            another.publish(state, step=30)
+        assert follower.update().number == 3 and same_bits(follower.state, state)
+
+
+def test_what_is_closed_says_so(place: str) -> None:
+    (state,) = published(place, 1)
+    follower, publisher = diloco.Follower(place, poll_seconds=0.01), diloco.Publisher(place)
+    assert follower.update() is not None
+    timer = threading.Timer(0.2, follower.close)
+    timer.start()
+    with pytest.raises(UserError, match=r"this follower of .* is closed: make a new one"):
+        list(follower)  # waits for versions
+    timer.join()
+    for use in (follower.update, lambda: follower.load_into(state), lambda: follower.resume(0, state)):
+        with pytest.raises(UserError, match=r"this follower of .* is closed: make a new one"):
+            use()
+    assert follower.version.number == 0 and same_bits(follower.state, state)
+    publisher.close()
+    with pytest.raises(UserError, match=r"this publisher to .* is closed: make a new one"):
+        publisher.publish(state, step=1)
 
 
 def test_a_damaged_difference_is_no_harm_once_a_whole_version_follows(place: str) -> None:

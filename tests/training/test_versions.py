@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -50,13 +51,13 @@ def versions(place: Path, *, follower: diloco.Follower) -> dict[int, Version]:
 
 
 def publisher_of(
-    engine: diloco.StreamingDiLoCo, place: Path, *, every: int = 1, rendezvous: object = None
+    engine: diloco.StreamingDiLoCo, place: Path, *, every: int = 1, rendezvous: object = None, step: int = 0
 ) -> RunPublisher:
     """The publisher of a replica, alone or in the run of a rendezvous."""
     config = SimpleNamespace(publish=str(place), publish_every=every, timeout_seconds=10, name="run")
     config.model = SimpleNamespace(published_name=lambda name: name)
     world = SimpleNamespace(rendezvous=rendezvous, replica=0, rank=0)
-    return RunPublisher(config, world, _State(engine))
+    return RunPublisher(config, world, _State(engine, step))
 
 
 @pytest.mark.parametrize("overlap, every", [(0, 1), (4, 1), (4, 2)])
@@ -93,6 +94,54 @@ def test_a_version_has_every_fragment_after_the_same_round(tmp_path: Path, overl
     final = {name: tensor.bfloat16() for name, tensor in engine.outer_parameters().items()}
     last = listed[max(listed)]
     assert last.facts == {"run": "run", "final": True} and last.digest == content_digest(final)
+
+
+def test_a_group_that_is_saved_in_the_midst_of_a_round_publishes_it_after_a_resume(tmp_path: Path) -> None:
+    """Two fragments with H = 6 are sent at steps 6, 9, 12, 15, …: step 12 is in the midst of round 2."""
+    digests = []
+    for stops in ((), (12,), (7, 13)):
+        model, place = Net(), tmp_path / f"place-{len(stops)}"
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        new = partial(diloco.StreamingDiLoCo, sync_every=6, overlap_steps=1, exchange=diloco.LoopbackExchange())
+        engine = new(model)
+        publisher = publisher_of(engine, place)
+        for step in range(1, 24):
+            model.head(model.blocks[step % 3](torch.full((1, 4), step / 40))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            publisher.after(step, engine.step())
+            publisher._thread = publisher._thread and publisher._thread.join()
+            if step in stops:
+                saved = engine.state_dict()
+                publisher.close()
+                engine = new(model)
+                engine.load_state_dict(saved)
+                publisher = publisher_of(engine, place, step=step)
+        publisher.close()
+        with diloco.Follower(str(place)) as follower:
+            digests.append({v.facts["round"]: v.digest for v in versions(place, follower=follower).values()})
+    assert [*digests[0]] == [0, 1, 2, 3] and digests[1] == digests[2] == digests[0]
+
+
+def test_a_round_of_which_a_slow_first_member_has_no_copy_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = diloco.StreamingDiLoCo(Net(), sync_every=6, exchange=diloco.LoopbackExchange())
+    publisher = publisher_of(engine, tmp_path / "place", rendezvous=rendezvous_of(0, "a"))
+    # Fragment 0 takes round 2 alone, and rounds 3 and 4 at once; fragment 1 takes rounds 2 to 4, one by one.
+    for step, taken in enumerate((2, 3, 4)):
+        fragments = [(0, 2)] if taken == 2 else [(0, 3), (0, 4)] if taken == 3 else []
+        publisher.after(step, [outer_step(*each, (0, 1)) for each in [*fragments, (1, taken)]])
+        if publisher._thread is not None:
+            publisher._thread.join()
+    publisher.close()
+    assert [r.getMessage().rpartition("; ")[2] for r in caplog.records if "skipped" in r.message] == [
+        "rounds 3 were skipped"
+    ]
+    with diloco.Follower(str(tmp_path / "place")) as follower:
+        listed = versions(tmp_path / "place", follower=follower)
+    assert [version.facts["round"] for version in listed.values()] == [2, 4]
 
 
 def outer_step(fragment: int, round: int, members: tuple[int, ...]) -> OuterStep:

@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from diloco.errors import FileError, UserError
@@ -146,8 +147,19 @@ class HuggingFaceConfig(ModelConfig):
         return (model_class(self.architecture).__module__, *(["peft"] if self.lora else []))
 
     def published_name(self, name: str) -> str:
-        """The name of a parameter in the model of `transformers`."""
-        return name.removeprefix("model.")
+        """The name of a parameter in the model of `transformers`, or in the file of adapters of peft."""
+        name = name.removeprefix("model.")
+        return name.replace(".default.", ".") if self.lora else name
+
+    def published_files(self) -> dict[str, bytes]:
+        """The files with which `transformers` or peft reads weights of these names, by name."""
+        if self.lora is None:
+            return {"config.json": self.architecture.encode()}
+        with quiet(), TemporaryDirectory() as folder:
+            _adapter_config(self.lora, base_model_name_or_path=self.hf, inference_mode=True).save_pretrained(
+                folder
+            )
+            return {path.name: path.read_bytes() for path in Path(folder).glob("adapter_config.json")}
 
     def export(
         self, model: "LanguageModel", directory: Path, *, context: int, bos_id: int, merged: bool = False
@@ -462,16 +474,16 @@ def _with_adapters(model: "nn.Module", text: str) -> Any:
     Raises:
         UserError: if peft is not installed, or the model has no such targets.
     """
-    peft, lora = require("peft", extra="lora"), parse_lora(text)
-    settings = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=[*lora.targets] or "all-linear",
-        lora_dropout=0.0,
-        task_type="CAUSAL_LM",
-    )
+    peft, settings = require("peft", extra="lora"), _adapter_config(text)
     try:
         return peft.get_peft_model(model, settings)
     except ValueError as error:
         reason = str(error).splitlines()[0][:300]
         raise UserError(f"model.lora={text} does not suit the model: {reason}", "model.lora") from error
+
+
+def _adapter_config(text: str, **options: Any) -> Any:
+    peft, lora = require("peft", extra="lora"), parse_lora(text)
+    targets = [*lora.targets] or "all-linear"
+    sizes = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0}
+    return peft.LoraConfig(**sizes, target_modules=targets, task_type="CAUSAL_LM", **options)

@@ -4,26 +4,29 @@ Shapes: N cells in chunks of n = CHUNK, the last one of fewer; k of a chunk chan
 
 Floats of one sign are ordered as their bits are. `order` extends this to both signs, so that a small change of a
 weight is a small step s between the places of its bits in that order, mostly ±1 in bfloat16 after a step of AdamW.
-A chunk's body holds, for the k changed cells:
+A chunk's body consists of planes of bits, each of which begins with a byte and goes on from the lowest bit of a
+byte on. The smaller an old weight is, the more often it changes: its class, one of four, is that of the top seven
+bits of its magnitude, two binades of a bfloat16. A chunk of which most cells change has one class. In order:
 
-    counts    k, bytes of the first and of the fourth plane; then the two parameters, g and e
-    1         the number of unchanged cells before each changed one, divided by 2^g, in unary
-    2         its remainders, of g bits
-    3         the signs of the steps
-    4         of y = |s| − 1 + 2^e, the bits below the highest one: their number less e, in unary
-    5         these bits
+    head            the highest bucket of the classes, e; for each class the bytes of its first plane, and g
+    of each class   g = 0: the mask of its changed cells
+                    g = 1: the mask of its pairs of cells that changed; of these, the mask of those whose first
+                    cell alone changed; of the others, the mask of those whose cells both changed
+                    g > 1: the numbers of unchanged cells before each changed one, divided by 2^g, in unary; then
+                    the remainders, of g bits (Rice's code)
+    signs           of the steps
+    bits b < e      of y = |s| − 1 + 2^e, a plane each
+    for each b ≥ e  which of the y that reach bit b have a higher one; of these, bit b (exponential Golomb)
 
-Planes 1 and 2 are Rice's code, which is within 5 % of the entropy where at most half of the cells change, one
-independently of another; with g = 0 it is a mask of the chunk. Planes 4 and 5 are the exponential Golomb code,
-which fits steps of all magnitudes. Each plane begins with a byte, and its bits follow one another from the lowest
-bit of a byte on. A chunk without change has no body; a chunk whose body would be as long as its cells, or longer,
-is these cells.
+So the C code works on 64 cells at once, by pext and pdep (BMI2) where they are; only Rice's code has a cost per
+changed cell, where few change. A chunk without change has no body; a chunk whose body would be as long as its
+cells, or longer, is these cells. On other old cells than the encoder's a body leads to other new ones.
 
 Steps are exact integers modulo 2^b, with b bits in a cell: nothing is rounded, whatever the bits mean.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_int, c_int64, c_void_p
 from itertools import accumulate, pairwise
 
@@ -35,8 +38,13 @@ from diloco.wire.kernels.native import Native, native
 
 CHUNK = 1 << 17
 """Cells that are coded together, at most: with their positions and steps they fit the cache."""
-_COUNTS = struct.Struct("<IIIBB")
-_SAMPLE = 1 << 12
+SLACK = 16
+"""Bytes beyond the bodies that `encode` may write."""
+_NUM_CLASSES = 4
+_HEAD = struct.Struct("<BB" + "HB" * _NUM_CLASSES)
+_SAMPLE = 64
+"""Runs of 64 cells from which a chunk's parameters are read, at least."""
+_MOST_GAP = 17
 _MOST_BIT = 62
 """The largest parameter: so y is below 2^64."""
 
@@ -47,25 +55,31 @@ Cells = NDArray[np.unsignedinteger]
 """Flat little-endian unsigned integers of 1, 2, 4 or 8 bytes."""
 
 
-def encode(old_N: Cells, new_N: Cells) -> tuple[list[int], bytes]:
-    """The lengths of the chunks' bodies, and these, one after another.
+def encode(old_N: Cells, new_N: Cells, into: NDArray[np.uint8]) -> list[int]:
+    """Write the chunks' bodies one after another; their lengths.
+
+    Args:
+        old_N: the old cells.
+        new_N: as many new ones.
+        into: memory of at least as many bytes as the cells have, and `SLACK` more.
 
     >>> old, new = np.zeros(CHUNK + 4, np.uint16), np.zeros(CHUNK + 4, np.uint16)
     >>> new[100], new[CHUNK:] = 1, 0xFFFF
-    >>> encode(old, old)[0], encode(old, new)[0]
+    >>> into = np.empty(old.nbytes + SLACK, np.uint8)
+    >>> encode(old, old, into), encode(old, new, into)
     ([0, 0], [19, 8])
     """
+    assert into.flags.c_contiguous and len(into) >= old_N.nbytes + SLACK
     if (compiled := _compiled()) is None:
         bodies = [_encode_chunk(old_N[some], new_N[some]) for some in _chunks(len(old_N))]
-        return [len(body) for body in bodies], b"".join(bodies)
+        into[: sum(map(len, bodies))] = np.frombuffer(b"".join(bodies), np.uint8)
+        return [len(body) for body in bodies]
     encode = compiled.function(f"cells{old_N.itemsize}_encode", *_ENCODE, result=c_int64)
     lengths = np.empty(len(_chunks(len(old_N))), np.uint32)
-    body = np.empty(old_N.nbytes + 16, np.uint8)
     sizes = len(old_N), CHUNK
-    num_bytes = encode(old_N.ctypes.data, new_N.ctypes.data, *sizes, lengths.ctypes.data, body.ctypes.data)
-    if num_bytes < 0:
+    if encode(old_N.ctypes.data, new_N.ctypes.data, *sizes, lengths.ctypes.data, into.ctypes.data) < 0:
         raise MemoryError
-    return lengths.tolist(), body[:num_bytes].tobytes()  # nearly all of the memory is left
+    return lengths.tolist()
 
 
 def decode(lengths: Sequence[int], body: memoryview, into_N: Cells, *, only_check: bool = False) -> int:
@@ -104,29 +118,52 @@ def _chunks(num_cells: int) -> list[slice]:
 
 
 def _encode_chunk(old_n: Cells, new_n: Cells) -> bytes:
-    place_k = np.flatnonzero(old_n != new_n)
-    if not len(place_k):
+    is_changed_n, bits = old_n != new_n, 8 * old_n.itemsize
+    if not is_changed_n.any():
         return b""
-    step_k = order(new_n[place_k]) - order(old_n[place_k])
-    bits = 8 * old_n.itemsize
+    step_k = order(new_n[is_changed_n]) - order(old_n[is_changed_n])
     is_down_k = step_k >> old_n.dtype.type(bits - 1) != 0
     least_k = (np.where(is_down_k, -step_k, step_k) - old_n.dtype.type(1)).astype(np.uint64)
-    num_gap, num_exact = gap_parameter(len(old_n), len(place_k)), step_parameter(least_k, bits)
-    gap_k = (np.diff(place_k, prepend=-1) - 1).astype(np.uint64)
-    y_k = least_k + np.uint64(1 << num_exact)
-    length_k = _bit_lengths(y_k) - 1
-    first = _unary(gap_k >> np.uint64(num_gap))
-    fourth = _unary(length_k - num_exact)
-    planes = (
-        _COUNTS.pack(len(place_k), len(first), len(fourth), num_gap, num_exact),
-        first,
-        _fields(gap_k, np.full(len(place_k), num_gap)),
-        np.packbits(is_down_k, bitorder="little").tobytes(),
-        fourth,
-        _fields(y_k, length_k),
-    )
-    body = b"".join(planes)
+    is_sampled_n = np.arange(len(old_n)) // 64 % (len(old_n) // 64 // _SAMPLE + 1) == 0
+    sample_k = least_k[is_sampled_n[is_changed_n]]
+    is_dense = 8 * len(sample_k) >= 5 * np.count_nonzero(is_sampled_n)
+    top, e = 0 if is_dense else _top(_buckets(old_n[is_sampled_n])), _step_parameter(sample_k, bits)
+    class_n = _classes(old_n, top)
+    masks = [_mask_planes(is_changed_n[class_n == number]) for number in range(_NUM_CLASSES)]
+    head = _HEAD.pack(top, e, *(number for g, first, *_ in masks for number in (len(first), g)))
+    planes = [head, *(plane for _, *planes in masks for plane in planes)]
+    body = b"".join([*planes, _packed(is_down_k), *_step_planes(least_k + np.uint64(1 << e), e, bits)])
     return body if len(body) < old_n.nbytes else new_n.tobytes()
+
+
+def _mask_planes(is_changed_m: NDArray[np.bool]) -> tuple[int, bytes, bytes, bytes]:
+    """The parameter g of a class of m cells, and its planes."""
+    if not is_changed_m.any():
+        return 0, b"", b"", b""
+    place_k = np.flatnonzero(is_changed_m)
+    g = _gap_parameter(len(is_changed_m), len(place_k))
+    if not g:
+        return 0, _packed(is_changed_m), b"", b""
+    if g == 1:
+        pairs = np.append(is_changed_m, np.zeros(len(is_changed_m) % 2, np.bool)).reshape(-1, 2)
+        first, second = pairs[pairs[:, 0] | pairs[:, 1]].T
+        return 1, _packed(pairs[:, 0] | pairs[:, 1]), _packed(first & ~second), _packed((first & second)[second])
+    gap_k = np.diff(place_k, prepend=-1) - 1
+    is_one = np.zeros((gap_k >> g).sum() + len(gap_k), np.bool)
+    is_one[((gap_k >> g) + 1).cumsum() - 1] = True
+    return g, _packed(is_one), _packed(gap_k[:, None] >> np.arange(g) & 1), b""
+
+
+def _step_planes(y_k: NDArray[np.uint64], e: int, bits: int) -> Iterator[bytes]:
+    for bit in range(e):
+        yield _packed(y_k >> np.uint64(bit) & np.uint64(1))
+    for bit in range(e, bits - 1):
+        if not len(y_k):
+            return
+        is_longer_k = y_k >> np.uint64(bit + 1) != 0
+        yield _packed(is_longer_k)
+        y_k = y_k[is_longer_k]
+        yield _packed(y_k >> np.uint64(bit) & np.uint64(1))
 
 
 def _decode_chunk(body: memoryview, into_n: Cells, only_check: bool) -> int:
@@ -138,33 +175,71 @@ def _decode_chunk(body: memoryview, into_n: Cells, only_check: bool) -> int:
         if not only_check:
             into_n[:] = new_n
         return num_changed
-    place_k, step_k = _changes(body, len(into_n), into_n.dtype)
-    if not only_check:
-        into_n[place_k] = order(order(into_n[place_k]) + step_k, back=True)
-    return len(place_k)
+    top, masks, step_k = _changes(body, len(into_n), into_n.dtype)
+    if only_check:
+        return len(step_k)
+    class_n, is_changed_n = _classes(into_n, top), np.zeros(len(into_n), np.bool)
+    for number, mask in enumerate(masks):
+        place_m = np.flatnonzero(class_n == number)[: len(mask)]
+        is_changed_n[place_m] = mask[: len(place_m)]
+    step_k = step_k[: np.count_nonzero(is_changed_n)]
+    into_n[is_changed_n] = order(order(into_n[is_changed_n]) + step_k, back=True)
+    return len(step_k)
 
 
-def _changes(body: memoryview, num_cells: int, dtype: np.dtype) -> tuple[NDArray[np.int64], Cells]:
-    """The places and the steps of the changed cells (k)."""
-    bits = 8 * dtype.itemsize
-    _check(_COUNTS.size <= len(body) < num_cells * dtype.itemsize)
-    num_changed, num_first, num_fourth, num_gap, num_exact = _COUNTS.unpack_from(body)
-    num_second, num_third = (num_changed * num_gap + 7) // 8, (num_changed + 7) // 8
-    ends = np.cumsum([_COUNTS.size, num_first, num_second, num_third, num_fourth]).tolist()
-    _check(0 < num_changed <= num_cells and num_gap <= 17 and num_exact <= min(bits - 2, _MOST_BIT))
-    _check(ends[-1] <= len(body))
-    flags = np.frombuffer(body, np.uint8)
-    first, second, third, fourth = (flags[start:end] for start, end in pairwise(ends))
-    gap_k = _from_unary(first, num_changed) << num_gap
-    gap_k += _from_fields(second, np.full(num_changed, num_gap)).astype(np.int64)
+def _changes(body: memoryview, n: int, dtype: np.dtype) -> tuple[int, list[NDArray[np.bool]], Cells]:
+    """The highest bucket, the mask of each class, which ends with zeros, and the steps (k)."""
+    bits, flags = 8 * dtype.itemsize, np.frombuffer(body, np.uint8)
+    _check(_HEAD.size <= len(body) < n * dtype.itemsize)
+    (top, e), pairs = (head := _HEAD.unpack_from(body))[:2], list(zip(head[2::2], head[3::2], strict=True))
+    _check(e <= min(bits - 2, _MOST_BIT))
+    at = _HEAD.size
+
+    def taken(num_bits: int) -> NDArray[np.bool]:
+        nonlocal at
+        start, at = at, at + (num_bits + 7) // 8
+        _check(at <= len(body))
+        return np.unpackbits(flags[start:at], count=num_bits, bitorder="little").astype(np.bool)
+
+    masks = [_mask(taken(8 * num_bytes), g, n, taken) for num_bytes, g in pairs]
+    num_changed = int(sum(map(np.count_nonzero, masks)))
+    _check(0 < num_changed <= n)
+    is_down_k, y_k = taken(num_changed), np.zeros(num_changed, np.uint64)
+    for bit in range(e):
+        y_k |= taken(num_changed).astype(np.uint64) << np.uint64(bit)
+    place_k = np.arange(num_changed)
+    for bit in range(e, bits):
+        if not len(place_k):
+            break
+        is_longer = taken(len(place_k)) if bit < bits - 1 else np.zeros(len(place_k), np.bool)
+        y_k[place_k[~is_longer]] |= np.uint64(1 << bit)
+        place_k = place_k[is_longer]
+        y_k[place_k] |= taken(len(place_k)).astype(np.uint64) << np.uint64(bit)
+    _check(at == len(body))
+    step_k = (y_k - np.uint64((1 << e) - 1)).astype(dtype)
+    return top, masks, np.where(is_down_k, -step_k, step_k)
+
+
+def _mask(first: NDArray[np.bool], g: int, n: int, taken: Callable[[int], NDArray[np.bool]]) -> NDArray[np.bool]:
+    """The mask of a class from its planes."""
+    num_ones = int(np.count_nonzero(first))
+    _check(g <= _MOST_GAP and (g > 1 or len(first) <= (n + g >> g) + 7))
+    if not g:
+        return first
+    if g == 1:
+        pairs = np.zeros((len(first), 2), np.bool)
+        pairs[first, 0] = only_first = taken(num_ones)
+        pairs[np.flatnonzero(first)[~only_first], 0] = taken(int(np.count_nonzero(~only_first)))
+        pairs[np.flatnonzero(first)[~only_first], 1] = True
+        return pairs.reshape(-1)
+    _check(first[-8:].any() or not len(first))
+    gap_k = np.diff(np.flatnonzero(first), prepend=-1) - 1 << g
+    gap_k += (taken(num_ones * g).reshape(-1, g) << np.arange(g)).sum(1)
     place_k = (gap_k + 1).cumsum() - 1
-    _check(place_k[-1] < num_cells)
-    length_k = _from_unary(fourth, num_changed) + num_exact
-    _check(length_k.max() < bits and len(body) - ends[-1] == (length_k.sum() + 7) // 8)
-    y_k = _from_fields(flags[ends[-1] :], length_k) + (np.uint64(1) << length_k.astype(np.uint64))
-    step_k = (y_k - np.uint64((1 << num_exact) - 1)).astype(dtype)
-    is_down_k = np.unpackbits(third, count=num_changed, bitorder="little").astype(bool)
-    return place_k, np.where(is_down_k, -step_k, step_k)
+    _check(not num_ones or place_k[-1] < n)
+    mask = np.zeros(n, np.bool)
+    mask[place_k] = True
+    return mask
 
 
 def order(cells: Cells, *, back: bool = False) -> Cells:
@@ -178,15 +253,31 @@ def order(cells: Cells, *, back: bool = False) -> Cells:
     return np.where(is_negative, ~cells, cells ^ top)
 
 
-def gap_parameter(num_cells: int, num_changed: int) -> int:
+def _buckets(cells: Cells) -> NDArray[np.uint8]:
+    """The highest bits of magnitudes: of bfloat16 and of float32 the exponent."""
+    bits = 8 * cells.itemsize
+    magnitude = cells & cells.dtype.type((1 << (bits - 1)) - 1)
+    return (magnitude >> cells.dtype.type(bits - 8)).astype(np.uint8)
+
+
+def _top(bucket: NDArray[np.uint8]) -> int:
+    """The highest bucket with a 64th of the cells in it and above."""
+    above = np.bincount(bucket, minlength=128)[::-1].cumsum()
+    return 127 - int(np.argmax(64 * above >= len(bucket)))
+
+
+def _classes(cells_n: Cells, top: int) -> NDArray[np.int64]:
+    return np.clip(top - _buckets(cells_n).astype(np.int64), 0, _NUM_CLASSES - 1)
+
+
+def _gap_parameter(num_cells: int, num_changed: int) -> int:
     """The g that fits the mean distance of changed cells, which is divided by about 1/ln 2."""
     return max(0, (num_cells * 11 // (16 * num_changed)).bit_length() - 1)
 
 
-def step_parameter(least_k: NDArray[np.uint64], bits: int) -> int:
-    """The e of the shortest fourth and fifth plane, by an estimate from the bit lengths of a sample of |s| − 1."""
-    sample = least_k[:: len(least_k) // _SAMPLE + 1]
-    counts = [int(count) for count in np.bincount(_bit_lengths(sample), minlength=bits)]
+def _step_parameter(least_k: NDArray[np.uint64], bits: int) -> int:
+    """The e of the shortest planes of steps, by an estimate from the bit lengths of a sample of |s| − 1."""
+    counts = [int(count) for count in np.bincount(_bit_lengths(least_k), minlength=bits)]
 
     def cost(e: int) -> int:
         longer = enumerate(counts[e + 1 :], e + 1)
@@ -206,37 +297,9 @@ def _bit_lengths(value_k: NDArray[np.uint64]) -> NDArray[np.int64]:
     return length_k + (value_k != 0)
 
 
-def _unary(value_k: NDArray) -> bytes:
-    """For each value as many zeros, and a one."""
-    one_k = (value_k.astype(np.int64) + 1).cumsum() - 1
-    flags = np.zeros(one_k[-1] + 1, np.uint8)
-    flags[one_k] = 1
-    return np.packbits(flags, bitorder="little").tobytes()
-
-
-def _from_unary(plane: NDArray[np.uint8], num_values: int) -> NDArray[np.int64]:
-    one_k = np.flatnonzero(np.unpackbits(plane, bitorder="little"))
-    _check(len(one_k) == num_values and one_k[-1] >> 3 == len(plane) - 1)
-    return np.diff(one_k, prepend=-1) - 1
-
-
-def _fields(value_k: NDArray[np.uint64], width_k: NDArray[np.int64]) -> bytes:
-    """The lowest bits of each value."""
-    start_k = width_k.cumsum() - width_k
-    flags = np.zeros(width_k.sum(), np.uint8)
-    for bit in range(width_k.max()):
-        is_wide = width_k > bit
-        flags[start_k[is_wide] + bit] = value_k[is_wide] >> np.uint64(bit) & np.uint64(1)
-    return np.packbits(flags, bitorder="little").tobytes()
-
-
-def _from_fields(plane: NDArray[np.uint8], width_k: NDArray[np.int64]) -> NDArray[np.uint64]:
-    start_k = width_k.cumsum() - width_k
-    flags, value_k = np.unpackbits(plane, bitorder="little"), np.zeros(len(width_k), np.uint64)
-    for bit in range(width_k.max()):
-        is_wide = width_k > bit
-        value_k[is_wide] |= flags[start_k[is_wide] + bit].astype(np.uint64) << np.uint64(bit)
-    return value_k
+def _packed(bits: NDArray) -> bytes:
+    """Bits, from the lowest of a byte on."""
+    return np.packbits(bits.astype(np.bool), bitorder="little").tobytes()
 
 
 def _check(is_sound: bool | np.bool) -> None:

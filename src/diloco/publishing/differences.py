@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -21,16 +21,18 @@ from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.publishing import cells
+from diloco.wire.kernels.memory import recycled_bytes
 
 T = TypeVar("T")
-_MAGIC = b"DLCDIFF1"
+_Pairs: TypeAlias = Sequence[tuple[cells.Cells, cells.Cells]]
+_MAGIC = b"DLCDIFF2"
 _DIGEST_BYTES = 32
 _HEAD_BYTES = len(_MAGIC) + _DIGEST_BYTES
 _LENGTH_BYTES = 4
 _CHUNKS_AT_ONCE = 8
 
 
-def difference_of(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> bytes:
+def difference_of(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> memoryview:
     """The difference that `apply_to` adds to the old state to make the new one, bit by bit.
 
     Args:
@@ -39,11 +41,28 @@ def difference_of(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> bytes
     """
     assert _layout(old) == _layout(new), "both states are of one model"
     pairs = [(old_N, new_N) for (_, old_N), (_, new_N) in zip(_runs(old), _runs(new), strict=True)]
-    parts = _on_threads(cells.encode, pairs)
-    lengths = [length for of_run, _ in parts for length in of_run]
-    return b"".join(
-        (_MAGIC, _layout(old), struct.pack(f"<{len(lengths)}I", *lengths), *(body for _, body in parts))
-    )
+    start = _HEAD_BYTES + _LENGTH_BYTES * sum(-(-len(cells_N) // cells.CHUNK) for cells_N, _ in pairs)
+    parts, room = list[tuple[int, _Pairs]](), start
+    for first, last in _shares(len(pairs)):
+        parts.append((room, pairs[first:last]))
+        room += sum(cells_N.nbytes for cells_N, _ in pairs[first:last]) + cells.SLACK
+    body = recycled_bytes(room, torch.device("cpu")).numpy()
+
+    def encode(at: int, pairs: _Pairs) -> list[int]:
+        lengths = list[int]()
+        for old_N, new_N in pairs:
+            lengths += (of_run := cells.encode(old_N, new_N, body[at:]))
+            at += sum(of_run)
+        return lengths
+
+    lengths, stop = list[int](), start
+    for (at, _), of_part in zip(parts, _on_threads(encode, parts), strict=True):
+        body[stop : stop + sum(of_part)] = body[at : at + sum(of_part)]
+        stop += sum(of_part)
+        lengths += of_part
+    head = b"".join((_MAGIC, _layout(old), struct.pack(f"<{len(lengths)}I", *lengths)))
+    body[:start] = np.frombuffer(head, np.uint8)
+    return body.data[:stop].toreadonly()
 
 
 def apply_to(state: Mapping[str, Tensor], body: bytes | bytearray | memoryview, *, source: str) -> int:
@@ -138,6 +157,12 @@ def _runs(state: Mapping[str, Tensor]) -> list[tuple[str, cells.Cells]]:
         cells_N = _bytes(state[name]).view(f"<u{_cell_bytes(state[name])}")
         runs += [(name, cells_N[start : start + length]) for start in range(0, len(cells_N), length)]
     return runs
+
+
+def _shares(number: int) -> list[tuple[int, int]]:
+    """The first and last of so many things, for each of torch's threads."""
+    num_threads = torch.get_num_threads()
+    return list(pairwise(number * thread // num_threads for thread in range(num_threads + 1)))
 
 
 def _on_threads(call: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:

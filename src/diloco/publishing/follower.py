@@ -4,9 +4,12 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from itertools import count
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -17,6 +20,7 @@ from diloco.publishing.versions import Chain, GoneError, Held, Version
 from diloco.rendezvous.log_thread import Background
 from diloco.rendezvous.store import Store, StoreUnreachableError
 
+_T = TypeVar("_T")
 _FOR_EVER = float(1 << 30)
 """Bound of a wait for requests that are bounded themselves."""
 _POLLS_PER_LIST = 20
@@ -29,8 +33,9 @@ class Follower:
     """Follows the versions that a `Publisher` writes, and holds the newest one's weights on the CPU.
 
     Each version is checked (its bytes, its place after the one before, its bits after a difference, with a key its
-    signature) before it is held. An error leaves the version that was held, or none; never a mixture. A follower
-    that was away takes the differences it has missed, or the newest whole version, whichever has fewer bytes.
+    signature) before it is held. An error leaves the version that was held: it is read anew where a difference led
+    to other bits than its digest's, and none is held if it is gone by then. Never is it a mixture. A follower that
+    was away takes the differences it has missed, or the newest whole version, whichever has fewer bytes.
 
     Iteration gives the newest version whenever there is a newer one, and so may skip numbers. It waits as long as
     the store answers. Where versions come from a publisher without a key, everybody who can write to the store can
@@ -72,6 +77,7 @@ class Follower:
         """The module that was loaded last, and the digest of its version."""
         self._lock = threading.RLock()
         """Held while a version is taken or copied: the state is changed in place."""
+        self._is_closed = False
         self._background = Background("diloco follower")
         self._background.start()
         weakref.finalize(self, self._background.stop)
@@ -100,14 +106,14 @@ class Follower:
             StoreError: if the store refuses a request, or gives no answer.
         """
         with self._lock:
-            return self._background.wait(self._update(lists=True), _FOR_EVER, self._store.url)
+            return self._result(self._update, lists=True)
 
     def __iter__(self) -> Iterator[Version]:
         try:
             for poll in count():
                 lists = poll % _POLLS_PER_LIST == 0
                 with self._lock:
-                    version = self._background.wait(self._update(lists=lists), _FOR_EVER, self._store.url)
+                    version = self._result(self._update, lists=lists)
                 if version is None:
                     time.sleep(self._poll_seconds)
                     continue
@@ -153,7 +159,7 @@ class Follower:
             number: the version's.
             state: its weights, which the follower changes from now on.
         """
-        version = self._background.wait(self._chain.version(number), _FOR_EVER, self._store.url)
+        version = self._result(self._chain.version, number)
         if version is None or content_digest(state) != version.digest:
             return None
         self._chain.held = Held(version, state)
@@ -167,10 +173,18 @@ class Follower:
         """
         if (version := self.version) is None or name not in version.files:
             raise UserError(f"the held version has no file {name!r:.100}", "name")
-        return self._background.wait(self._chain.file(version, name), _FOR_EVER, self._store.url)
+        return self._result(self._chain.file, version, name)
+
+    def _result(self, request: Callable[..., Coroutine[Any, Any, _T]], *arguments: Any, **options: Any) -> _T:
+        """The result of a request to the store, which `close` ends."""
+        if not self._is_closed:
+            with suppress(CancelledError):
+                return self._background.wait(request(*arguments, **options), _FOR_EVER, self._store.url)
+        raise UserError(f"this follower of {self._store.url} is closed: make a new one")
 
     def close(self) -> None:
-        """End the follower's thread; what is held stays."""
+        """End the follower's thread, and a request that it waits for; what is held stays."""
+        self._is_closed = True
         self._background.stop()
 
     def __enter__(self) -> "Follower":

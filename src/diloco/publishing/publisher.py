@@ -101,6 +101,7 @@ class Publisher:
         self._lost = ""
         """The reason why this place is another publisher's."""
         self._has_cleaned = False
+        self._is_closed = False
         self._background = Background("diloco publisher")
         self._background.start()
         weakref.finalize(self, self._background.stop)
@@ -144,6 +145,8 @@ class Publisher:
                 another publisher writes to this place.
             StoreError: if the store refuses a request, or gives no answer.
         """
+        if self._is_closed:
+            raise UserError(f"this publisher to {self._store.url} is closed: make a new one")
         if not (isinstance(step, SupportsIndex) and 0 <= (step := int(step)) < 1 << 63):
             raise UserError(f"step={step!r:.100} must be a whole number of at least 0", "step")
         values = json_facts(facts or {})
@@ -158,6 +161,7 @@ class Publisher:
 
     def close(self) -> None:
         """End the publisher's thread; the versions stay."""
+        self._is_closed = True
         self._background.stop()
 
     def __enter__(self) -> "Publisher":

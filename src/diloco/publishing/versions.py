@@ -27,7 +27,7 @@ from diloco.publishing.states import State, num_bytes_of, open_whole, unlike
 from diloco.rendezvous.log.entries import Digest, Key
 from diloco.rendezvous.log.keys import Signed
 from diloco.rendezvous.objects import body_tensor
-from diloco.rendezvous.store import BadObjectError, Store
+from diloco.rendezvous.store import BadObjectError, Store, StoreError
 from diloco.schema import Count
 from diloco.wire.kernels.memory import empty
 
@@ -335,11 +335,20 @@ class Chain:
         if error is not None:
             raise error
         if actual != version.digest:
+            await self._read_anew(before.version)
             raise PayloadError(
                 f"{source} leads to the digest {actual:.16}…, and its header says {version.digest:.16}…: it was "
                 "changed, or its publisher has failed"
             )
         return state
+
+    async def _read_anew(self, version: Version) -> None:
+        """Hold a version whose state was changed in place; none if it can't be read any more."""
+        try:
+            if way := await self._from_whole(version):
+                await self._go(way)
+        except (PayloadError, UserError, GoneError, StoreError):
+            self.held = None
 
     async def _body(self, version: Version, kind: str, body: Body) -> Tensor:
         """A body with the SHA-256 of the header, flat uint8."""

@@ -50,13 +50,13 @@ class RunPublisher:
     _publisher: Publisher | None = None
     _thread: threading.Thread | None = None
     _skipped: list[str] = field(default_factory=list)
-    """The versions that were due while one was published."""
+    """The versions that were due while one was published, or of which a replica that was behind has no copy."""
     _failure: UserError | None = None
     _has_published: bool = False
     _has_warned: bool = False
 
     def __post_init__(self) -> None:
-        """Open the place, and publish the initial parameters of a new run of a fixed group."""
+        """Open the place; publish a new fixed group's parameters, and keep what a resumed one has of a round."""
         timeout = self.config.timeout_seconds
         if self.world.replica == 0 and self.world.rank == 0:  # with a rendezvous it is 0 in each
             assert self.config.publish is not None, "the run is published"
@@ -64,6 +64,22 @@ class RunPublisher:
         if self.state.step == 0 and self.world.rendezvous is None:
             names = list(self.state.sync.outer_parameters())
             self._start(self._copied(names), step=0, facts={"round": 0})
+        elif self.world.rendezvous is None and self.world.replica == 0:
+            self._resume()
+
+    def _resume(self) -> None:
+        """Keep Θ_p of the fragments that had taken the round in whose midst a fixed group was saved."""
+        sync, every = self.state.sync, self.config.publish_every
+        if not isinstance(sync, StreamingDiLoCo):
+            return
+        schedule = sync.settings.schedule
+        until = max(0, self.state.step - schedule.overlap(self.world.replica))
+        taken = [schedule.num_sent(p, until) for p in range(len(sync.settings.fragments))]
+        newest = max(taken)
+        if newest % every == 0 and min(taken) < newest:
+            for p in range(len(taken)):
+                if taken[p] == newest:
+                    self._keep(newest, p, None, sync)
 
     def after(self, step: int, outer_steps: Sequence[OuterStep]) -> None:
         """Keep what an inner step has changed, and publish what is whole; all processes of the replica call it.
@@ -80,12 +96,14 @@ class RunPublisher:
             if step % every == 0 and not self.state.is_over:
                 self._start(self._copied(list(sync.outer_parameters())), step=step, facts={})
             return
-        newest = {outer_step.sync.fragment: outer_step for outer_step in outer_steps}  # a joiner may take several
+        newest = {outer_step.sync.fragment: outer_step for outer_step in outer_steps}
+        for outer_step in outer_steps:  # a joiner or a slow replica may take several; Θ is that after the last
+            if newest[outer_step.sync.fragment] is not outer_step and outer_step.sync.round % every == 0:
+                self._name_skipped(outer_step.sync.round, outer_step.sync.fragment, _first_of(outer_step), sync)
         for p, outer_step in newest.items():
             taken = outer_step.sync.round
             if taken % every == 0:
-                first = None if outer_step.cohort is None else outer_step.cohort.members[0]
-                self._keep(taken, p, first, sync)
+                self._keep(taken, p, _first_of(outer_step), sync)
                 if len(self._kept.get(taken, ())) == len(sync.settings.fragments):
                     self._publish_round(taken, sync)
 
@@ -93,7 +111,21 @@ class RunPublisher:
         copies = self._copied(sync.settings.fragments[fragment].parameters)
         self._kept.setdefault(round, {})[fragment] = copies, first
         for old in sorted(self._kept)[:-_ROUNDS_AT_ONCE]:
-            del self._kept[old]
+            self._drop(old, sync)
+
+    def _drop(self, round: int, sync: StreamingDiLoCo) -> None:
+        for p, (_, first) in self._kept.pop(round).items():
+            self._name_skipped(round, p, first, sync)
+
+    def _name_skipped(self, round: int, fragment: int, first: int | None, sync: StreamingDiLoCo) -> None:
+        """Note that a round is not published, where this replica would have: it has no whole copy of it."""
+        is_last = fragment == len(sync.settings.fragments) - 1
+        if is_last and self._publisher is not None and self._is_own(first) and str(round) not in self._skipped:
+            self._skipped.append(str(round))
+
+    def _is_own(self, first: int | None) -> bool:
+        """True if this replica publishes the rounds whose last outer step had this first replica."""
+        return self.world.rendezvous is None or first == self.world.rendezvous.replica
 
     def _publish_round(self, round: int, sync: StreamingDiLoCo) -> None:
         """Publish a round; where replicas come and go, in the first that was in the last fragment's outer step.
@@ -102,10 +134,9 @@ class RunPublisher:
         """
         fragments = self._kept.pop(round)
         for old in [kept for kept in self._kept if kept < round]:
-            del self._kept[old]
-        rendezvous = self.world.rendezvous
+            self._drop(old, sync)
         _, first = fragments[len(fragments) - 1]
-        if rendezvous is not None and self._publisher is not None and first != rendezvous.replica:
+        if self._publisher is not None and not self._is_own(first):
             return
         tensors = {name: tensor for part, _ in fragments.values() for name, tensor in part.items()}
         self._start(tensors, step=round * sync.settings.schedule.sync_every, facts={"round": round})
@@ -155,7 +186,7 @@ class RunPublisher:
             skipped, self._skipped = self._skipped, []
             if skipped:
                 unit = "round" if isinstance(self.state.sync, StreamingDiLoCo) else "step"
-                line += f"; {unit}s {', '.join(skipped)} came meanwhile and were skipped"
+                line += f"; {unit}s {', '.join(skipped)} were skipped"
             _LOG.log(logging.WARNING if skipped and not self._has_warned else logging.INFO, "%s", line)
             self._has_warned = self._has_warned or bool(skipped)
 
@@ -203,3 +234,8 @@ class RunPublisher:
         """End without another version; one that is being published is left."""
         if self._publisher is not None:
             self._publisher.close()
+
+
+def _first_of(outer_step: OuterStep) -> int | None:
+    """The first replica that was in an outer step; None in a fixed group."""
+    return None if outer_step.cohort is None else outer_step.cohort.members[0]

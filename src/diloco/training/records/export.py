@@ -63,14 +63,14 @@ def export_run(
 
 
 def files_of(config: TrainConfig) -> dict[str, bytes]:
-    """The files with which `transformers` reads a run's weights, by name; none for models of another kind."""
-    if not isinstance(config.model, HuggingFaceConfig) or config.model.lora is not None:
+    """The files with which `transformers` or peft reads a run's weights, by name; none for models of our own."""
+    if not isinstance(config.model, HuggingFaceConfig):
         return {}
     assert config.data.prepared is not None, "a run's config is resolved"
     with TemporaryDirectory() as folder:
         _write_tokenizer(load_tokenizer(config.data.prepared), config.sequence_length, Path(folder))
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-    return files | {"config.json": config.model.architecture.encode()}
+    return files | config.model.published_files()
 
 
 def _write_safetensors(model: LanguageModel, config: TrainConfig, tokenizer: Tokenizer, output: Path) -> None:

@@ -27,6 +27,7 @@ from diloco.files import sha256, write_atomically
 from diloco.wire.kernels.compiling import (
     FLAGS,
     SOURCE,
+    SOURCES,
     THIS_PROCESSOR,
     compile_native,
     compiler,
@@ -57,7 +58,16 @@ def compiled_library() -> ctypes.CDLL:
         subprocess.SubprocessError: if the compiler does not end.
     """
     command = compiler()
-    identity = repr((SOURCE.read_bytes(), command, FLAGS, THIS_PROCESSOR, platform.machine(), _processor()))
+    identity = repr(
+        (
+            [source.read_bytes() for source in SOURCES],
+            command,
+            FLAGS,
+            THIS_PROCESSOR,
+            platform.machine(),
+            _processor(),
+        )
+    )
     name = f"native-{sha256(identity.encode())[:16]}.so"
     cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco" / name
     if cached.exists():
