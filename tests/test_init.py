@@ -21,6 +21,7 @@ COME_WITH = {
     "report/figures/": "pictures",
     "models/hugging_face": "transformers",
     "evaluation/zero_shot.py": "eval",
+    "fleets/ray.py": "ray",
     "integrations/": "*",
 }
 """The extra that is asked for before a place is imported, or its functions called; an integration has its own."""

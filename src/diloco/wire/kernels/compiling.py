@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("native.c")
 SOURCES = SOURCE, SOURCE.with_name("native_cells.h")
-"""What it is compiled of."""
+"""The files that the compiler reads."""
 FLAGS = ("-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 # 512 bits make encoding a fifth slower on Zen 4.
 _NARROW = "-mprefer-vector-width=256"
