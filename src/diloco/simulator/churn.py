@@ -213,8 +213,7 @@ class _Fleet:
 
     def _sends(self, p: int, opens: float) -> tuple[Floats, Floats]:
         """The time of each replica's send, and that from which its payload is in the store; infinity for never."""
-        run, waits_M, pace_M = self.run, self.waits_PM[p], self.pace_M
-        due_M = self.due_PM[p]
+        waits_M, pace_M, due_M = self.waits_PM[p], self.pace_M, self.due_PM[p]
         look_M = self.random.random(len(due_M))
         seen_M = opens + look_M * self.longest_poll_seconds + self.trip_M
         # It looks at the end of a step.
@@ -235,7 +234,7 @@ class _Fleet:
     ) -> tuple[Floats, tuple[Floats, Floats]]:
         """The times of some replicas' next sends, so many steps after a time, and of the stalls before them.
 
-        The stalls of these steps are one, at a random time. With steps for each fragment, (P, 1), so are the times.
+        The stalls of these steps are one, at a random time. With steps per fragment, (P, 1), times are (P, K).
         """
         seconds_K = num_steps * self.pace_M[replicas]
         if self.has_variation:
