@@ -49,8 +49,9 @@ class Smoke:
 
 def check_fleets(rows: Rows) -> None:
     assert all(0 <= float(row["goodput"]) <= 1 for row in rows if row["goodput"] != "nan")
-    of = {(row["replicas"], row["method"]): float(row["goodput"]) for row in rows if row["table"] == "consumer"}
-    assert all(of[replicas, "store shares"] > of[replicas, "data_parallel"] for replicas, _ in of)
+    consumer = [row for row in rows if row["table"] == "consumer"]
+    goodput = {(row["replicas"], row["method"]): float(row["goodput"]) for row in consumer}
+    assert all(goodput[replicas, "store shares"] > goodput[replicas, "data_parallel"] for replicas, _ in goodput)
     assert {row["table"] for row in rows} == {"consumer", "churn", "closed form", "storm", "rounds", "decoupled"}
 
 

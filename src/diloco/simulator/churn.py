@@ -13,8 +13,8 @@ The rules are those of `rendezvous/`: who is active (`last_recent`), and how man
    its replica counts from that round's opening, and its next send is H steps after it was counted.
 
 A machine that fails loses what it has not sent since its last checkpoint; its replica joins again, as another one,
-when it is repaired and has read Θ. One that stalls stands still at a random time before its next send. Nobody waits
-for the exchange but by staleness: `engine.step()` does not.
+when it is repaired and has read Θ. One that stalls stands still at a random time before its next send. Nobody
+waits for the exchange but by staleness: `engine.step()` does not.
 
 10⁴ replicas and 10⁵ outer steps take about two minutes of one core, and 50 MB.
 
