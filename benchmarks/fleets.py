@@ -10,8 +10,8 @@ DIR/fleets.csv has a row per simulated fleet, in tables:
 - `churn`: 64 of these machines that fail every 4 hours; with notice, stragglers, and slower ones among them.
 - `closed form`: rows of the first two, by `simulator.churn.expected`; `reference` is the simulated number.
 - `storm`: the storms of fault_storm.csv, fault_storm_equal_tokens.csv and fleet_storm.csv; `reference` is what was
-  measured. Goodput is tokens counted over what the machines could have read; the mean of 4 runs per seed, which
-  differ by 3 points.
+  measured. Goodput is tokens counted over what the machines could have read; the mean of 4 or 12 runs per
+  seed, which differ by 3 points.
 - `rounds`: elastic_rounds.csv; `reference_p50` is what was measured.
 - `decoupled`: goodput of Decoupled DiLoCo (arXiv 2604.21428, as others report it: its text was not at hand) by
   chips and learners M. Theirs: a chip fails once a year, H = 24, P = 24, τ = 2, quorum 1. Assumed: steps of 1 s,
@@ -217,7 +217,7 @@ def storms(*, num_seeds: int) -> Iterator[Row]:
     for row in _read("fleet_storm"):
         setting = f"{float(row['faults_an_hour']):,.0f}/h, sleeping steps"
         measured, p50 = float(row["goodput"]), float(row["decided_p50"])
-        outcome = _mean(simulate(row, num_seeds=num_seeds))
+        outcome = _mean(simulate(row, num_seeds=3 * num_seeds))
         yield _row("storm", "store gather", 3, outcome, setting=setting, reference=measured, reference_p50=p50)
 
 

@@ -346,9 +346,6 @@ def _fleet(
         json: Print JSON.
         picture: Directory to write fleet.svg and fleet.png to: goodput, contributors and who is up over time.
     """
-    from diloco.report.figures.drawing import save
-    from diloco.report.figures.simulator import draw_fleet
-
     run = read_fleet(fleet)
     if outer_steps < 1:
         raise UserError(f"outer_steps={outer_steps} must be at least 1", "outer_steps")
@@ -358,14 +355,17 @@ def _fleet(
     if regions is not None:
         outcomes.append(in_regions(run, num_regions=regions, num_outer_steps=outer_steps, seed=seed))
     outcomes += (with_members(run, method, seconds=store.seconds, seed=seed) for method in WITH_MEMBERS)
+    paths = []
     if picture is not None:
+        from diloco.report.figures.drawing import save
+        from diloco.report.figures.simulator import draw_fleet
+
         paths = save(draw_fleet(run, glances), picture, "fleet")
-        if not json:
-            _print_paths(paths)
     if json:
         print(fleet_json(outcomes))
     else:
         show([fleet_table(outcomes)])
+        _print_paths(paths)
 
 
 _COMMANDS = {

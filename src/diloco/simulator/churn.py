@@ -13,7 +13,10 @@ The rules are those of `rendezvous/`: who is active (`last_recent`), and how man
    its replica counts from that round's opening, and its next send is H steps after it was counted.
 
 A machine that fails loses what it has not sent since its last checkpoint; its replica joins again, as another one,
-when it is repaired and has read Θ. Nobody waits for the exchange but by staleness: `engine.step()` does not.
+when it is repaired and has read Θ. One that stalls stands still at a random time before its next send. Nobody
+waits for the exchange but by staleness: `engine.step()` does not.
+
+10⁴ replicas and 10⁵ outer steps take about two minutes of one core, and 50 MB.
 
 Shapes: M replicas, P fragments, K payloads in the order of their arrival.
 """
@@ -92,6 +95,7 @@ class _Fleet:
         self.mean_up_M = run.each([3600 * kind.hours_between_failures for kind in kinds])
         self.pause_M = run.each([kind.repair_seconds + run.join_seconds(kind) for kind in kinds])
         self.notice_M = run.each([kind.notice_seconds for kind in kinds])
+        self.longest_poll_seconds = run.longest_poll_seconds
         self.patience = run.sync_every if run.patience is None else run.patience
         self.most_early_M = (run.sync_every - max(1, run.sync_every // 4)) * self.pace_M
         self.event_M = self._lives(self.mean_up_M)
@@ -109,7 +113,7 @@ class _Fleet:
         self.sigma_M = run.each([kind.stragglers.step_variation for kind in kinds])
         self.stall_probability_M = run.each([kind.stragglers.stall_probability for kind in kinds])
         self.stall_seconds_M = run.each([kind.stragglers.stall_seconds for kind in kinds])
-        self.has_stalls = bool(self.stall_probability_M.any())
+        self.has_variation, self.has_stalls = bool(self.sigma_M.any()), bool(self.stall_probability_M.any())
         self.stalls_PM = np.zeros((2, num_fragments, num_replicas))
         """Beginning and end of the stall before each next send."""
         self.sent_PM = np.zeros((num_fragments, num_replicas))
@@ -196,8 +200,7 @@ class _Fleet:
         self.last_outer_M[joins] = self.num_outer
         self.up_free_M[joins] = self.down_free_M[joins] = since
         self.counted_PM[:, joins] = self.since_M[joins] = since
-        for p, first in enumerate(self.first_P):
-            self.due_PM[p, joins], self.stalls_PM[:, p, joins] = self._next(since, first, joins)
+        self.due_PM[:, joins], self.stalls_PM[:, :, joins] = self._next(since, self.first_P[:, None], joins)
         self.opens_P = np.minimum(self.opens_P, self.due_PM[:, joins].min(axis=1, initial=np.inf))
         self.waits_PM[:, joins] = np.inf  # its join fences the replica that it was
 
@@ -214,10 +217,9 @@ class _Fleet:
 
     def _sends(self, p: int, opens: float) -> tuple[Floats, Floats]:
         """The time of each replica's send, and that from which its payload is in the store; infinity for never."""
-        run, waits_M, pace_M = self.run, self.waits_PM[p], self.pace_M
-        due_M = self.due_PM[p]
+        waits_M, pace_M, due_M = self.waits_PM[p], self.pace_M, self.due_PM[p]
         look_M = self.random.random(len(due_M))
-        seen_M = opens + look_M * run.longest_poll_seconds + self.trip_M
+        seen_M = opens + look_M * self.longest_poll_seconds + self.trip_M
         # It looks at the end of a step.
         wait_M = np.floor(np.maximum(due_M - seen_M, 0.0) / pace_M) * pace_M
         send_M = due_M - np.minimum(wait_M, self.most_early_M)
@@ -232,25 +234,28 @@ class _Fleet:
         return np.where(is_waiting_M, self.sent_PM[p], send_M), np.where(is_waiting_M, waits_M, arrival_M)
 
     def _next(
-        self, begin_K: Floats, num_steps: int, replicas: Places | slice = _ALL
+        self, begin_K: Floats, num_steps: int | NDArray[np.int_], replicas: Places | slice = _ALL
     ) -> tuple[Floats, tuple[Floats, Floats]]:
         """The times of some replicas' next sends, so many steps after a time, and of the stalls before them.
 
-        The stalls of these steps are one, at a random time.
+        The stalls of these steps are one, at a random time. With steps per fragment, (P, 1), times are (P, K).
         """
         seconds_K = num_steps * self.pace_M[replicas]
-        if self.sigma_M.any():
+        if self.has_variation:
             sigma_K = self.sigma_M[replicas] / num_steps**0.5
-            seconds_K = seconds_K * np.maximum(0.1, 1 + sigma_K * self.random.standard_normal(len(sigma_K)))
+            seconds_K = seconds_K * np.maximum(0.1, 1 + sigma_K * self.random.standard_normal(seconds_K.shape))
+        due_K = begin_K + seconds_K
         if not self.has_stalls:
-            return begin_K + seconds_K, (begin_K, begin_K)
+            return due_K, (due_K, due_K)
         num_stalls_K = self.random.binomial(num_steps, self.stall_probability_M[replicas])
         stall_K = num_stalls_K * self.stall_seconds_M[replicas]
-        at_K = begin_K + seconds_K * self.random.random(len(seconds_K))
-        return begin_K + seconds_K + stall_K, (at_K, at_K + stall_K)
+        at_K = begin_K + seconds_K * self.random.random(seconds_K.shape)
+        return due_K + stall_K, (at_K, at_K + stall_K)
 
     def _plan(self, p: int, which_M: Mask, begin_M: Floats) -> None:
         """Plan the next send of some replicas, H steps after a time."""
+        if not which_M.any():
+            return
         due_M, stalls_2M = self._next(begin_M, self.run.sync_every)
         self.due_PM[p] = np.where(which_M, due_M, self.due_PM[p])
         if self.has_stalls:
@@ -291,7 +296,7 @@ class _Fleet:
         seconds = self.download_M[place.start]
         queue_K = np.arange(len(arrival_K)) * seconds
         here_K = np.maximum(np.maximum.accumulate(arrival_K - queue_K), self.down_free_M[place][can].min())
-        looks = self.run.longest_poll_seconds / 2 + 2 * kind.latency_seconds  # for the last of them
+        looks = self.longest_poll_seconds / 2 + 2 * kind.latency_seconds  # for the last of them
         here_K += queue_K + looks
         if self.run.shares > 1:  # its average is uploaded, and the others' are read
             fragment_mbit = 8e-6 * self.run.fragment_bytes
