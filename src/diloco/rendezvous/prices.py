@@ -137,7 +137,7 @@ def exchange(
             bytes_up=sent + entry_bytes + header_bytes,
             bytes_down=bytes_down + others * sent,
         )
-    averaged = num_payloads - num_steps  # who averages a share has its own
+    averaged = num_payloads - num_steps  # a replica that averages a share has its own payload of it
     average_bytes += num_shares * _BYTES_OF_A_HEADER
     header_bytes += num_payloads * num_shares * _BYTES_OF_A_SHARE_IN_A_HEADER
     return Traffic(
