@@ -222,8 +222,9 @@ def fleet_values(path: Path) -> dict[str, Any]:
     Raises:
         FileError: if it is no TOML.
     """
+    content = read_bytes(path, most_bytes=1 << 20)
     try:
-        return tomllib.loads(read_bytes(path, most_bytes=1 << 20).decode())
+        return tomllib.loads(content.decode())
     except ValueError as error:
         raise FileError(f"{path} can't be read: {error}") from error
 
