@@ -1,7 +1,7 @@
 """The model of a store's bill, beside the requests and bytes that real replicas count."""
 
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
@@ -27,22 +27,39 @@ ROUND_TRIP_SECONDS = 0.003
 """A request's, in SeaweedFS on this machine."""
 
 
+CASES = {"gather": (1, 0), "shares": (3, 0), "a joiner": (1, 1)}
+"""Number of shares, and of replicas that join when three have begun."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_shares", "joins"), [(1, 0), (3, 0), (1, 1)], ids=["gather", "shares", "a joiner"])
-def test_requests_and_bytes_are_within_5_percent_of_those_that_replicas_count(
-    seaweedfs: Server, num_shares: int, joins: int
-) -> None:
-    url, context, settings = seaweedfs.new_url(), get_context("forkserver"), dict[str, Any](num_replicas=3)
+def test_requests_and_bytes_are_within_5_percent_of_those_that_replicas_count(seaweedfs: Server) -> None:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tests.fleets.cost_replica", "diloco.rendezvous.store_rendezvous"])
+    with ProcessPoolExecutor(10, mp_context=context) as processes:
+        runs = {case: _replicas(processes, seaweedfs, *numbers) for case, numbers in CASES.items()}
+        counted = {case: [answer.result() for answer in answers] for case, answers in runs.items()}
+    for case, (num_shares, joins) in CASES.items():
+        sums = {name: sum(one[name] for one in counted[case]) for name in Traffic.__dataclass_fields__}
+        members = Counter(counted[case][0]["members"])
+        assert (joins > 0) == (4 in members)
+        expected = _expected(members, counted[case][0]["seconds"], num_shares, joins)
+        assert sums == {name: pytest.approx(value, rel=0.05) for name, value in vars(expected).items()}, case
+
+
+def _replicas(
+    processes: ProcessPoolExecutor, server: Server, num_shares: int, joins: int
+) -> "list[Future[dict[str, Any]]]":
+    """The answers of the replicas of a run."""
+    url, settings = server.new_url(), dict[str, Any](num_replicas=3)
     if num_shares > 1:
         settings |= {"combine": "reduce_scatter", "num_shares": num_shares}
-    context.set_forkserver_preload(["tests.fleets.cost_replica", "diloco.rendezvous.store_rendezvous"])
-    with ProcessPoolExecutor(3 + joins, mp_context=context) as processes:
-        lives = [(f"r{m}", FIRST, FIRST + (8 + 4 * joins) * SYNC_EVERY) for m in range(3)]
-        lives += [(f"joiner{m}", 0, 3 * SYNC_EVERY) for m in range(joins)]
-        answers = [processes.submit(live, url, *one, seaweedfs.environment, **settings) for one in lives]
-        counted = [answer.result() for answer in answers]
-    sums = {name: sum(one[name] for one in counted) for name in Traffic.__dataclass_fields__}
-    members = Counter(counted[0]["members"])
+    lives = [(f"r{m}", FIRST, FIRST + (8 + 4 * joins) * SYNC_EVERY) for m in range(3)]
+    lives += [(f"joiner{m}", 0, 3 * SYNC_EVERY) for m in range(joins)]
+    return [processes.submit(live, url, *one, server.environment, **settings) for one in lives]
+
+
+def _expected(members: "Counter[int]", seconds: float, num_shares: int, joins: int) -> Traffic:
+    """The traffic of as many outer steps with each number of replicas."""
     expected = Traffic(creates=0, gets=0, bytes_up=0, bytes_down=0)
     for num_replicas, num_steps in members.items():
         expected += run_traffic(
@@ -55,10 +72,9 @@ def test_requests_and_bytes_are_within_5_percent_of_those_that_replicas_count(
             num_joins=joins if num_replicas > 3 else 0,
             state_bytes=8 * NUM_FRAGMENTS * ELEMENTS,
             snapshot_rounds=SNAPSHOT_ROUNDS,
-            seconds=counted[0]["seconds"] * num_steps / members.total(),
+            seconds=seconds * num_steps / members.total(),
             poll_seconds=POLL_SECONDS,
             longest_seconds=longest_poll(POLL_SECONDS, OVERLAP_STEPS * STEP_SECONDS),
             round_trip_seconds=ROUND_TRIP_SECONDS,
         )
-    assert (joins > 0) == (4 in members)
-    assert sums == {name: pytest.approx(value, rel=0.05) for name, value in vars(expected).items()}
+    return expected

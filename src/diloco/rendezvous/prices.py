@@ -50,8 +50,9 @@ def read_prices(path: Path | None = None) -> PriceTable:
     ['S3', 'R2']
     """
     path = path or Path(__file__).with_name("prices.toml")
+    content = read_bytes(path, most_bytes=1 << 20)
     try:
-        values = tomllib.loads(read_bytes(path, most_bytes=1 << 20).decode())
+        values = tomllib.loads(content.decode())
     except ValueError as error:
         raise FileError(f"{path} can't be read: {error}") from error
     return converted(values, PriceTable, source=str(path))
