@@ -57,7 +57,7 @@ def tiny() -> Any:
     from torchtitan.components.validate import Validator
     from torchtitan.config import Configurable
     from torchtitan.models.common.attention import ScaledDotProductAttention
-    from torchtitan.models.llama3 import Embedding, Linear, Llama3Model, RMSNorm, _build_llama3_layers
+    from torchtitan.models.llama3 import _build_llama3_layers
 
     class CountingTokens(ParallelAwareDataloader):
         @dataclass(kw_only=True, slots=True)
@@ -121,7 +121,7 @@ def trainer_of(folder: str, *arguments: str) -> Any:
         "--module": __name__,
         "--config": "tiny",
         "--dump_folder": folder,
-        "--parallelism.spmd_backend": "partial_dtensor",  # the default, spmd_types, shards by what torch 2.14 does not have
+        "--parallelism.spmd_backend": "partial_dtensor",  # the default does not shard on torch 2.14
         "--training.seq_len": 16,
         "--training.local_batch_size": 2,
         "--training.global_batch_size": 4,

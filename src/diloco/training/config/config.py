@@ -18,6 +18,9 @@ from diloco.presets import DilocoSettings, Method
 from diloco.rendezvous.log.entries import MOST_SHARES
 from diloco.schema import converted, flat
 
+FORMAT = 1
+"""Version of a run's directory, which its config.json names."""
+
 _Config = TypeVar("_Config")
 
 
