@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 if not hasattr(backend_registration, "_DummyBackendModule"):

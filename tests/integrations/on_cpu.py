@@ -39,7 +39,7 @@ class CPU:
 
 
 if not hasattr(torch.distributed, "set_timeout"):  # before torch 2.14
-    torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout  # pyright: ignore[reportAttributeAccessIssue]
+    torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(torch._utils, "_get_available_device_type", lambda: "cpu")
     patch.setattr(torch._utils, "_get_device_module", lambda device_type: CPU)
