@@ -1,4 +1,4 @@
-"""What releases wrote is read: the files beside make.py, which a change of the code leaves as they are."""
+"""Files that an earlier release wrote are read; make.py writes them, and a change of the code leaves them."""
 
 import json
 import shutil

@@ -46,6 +46,28 @@ class Tokens(torch.utils.data.IterableDataset):
         self.num_rows = state["num_rows"]
 
 
+def tiny_model(large: Any) -> Any:
+    """The model's config with two blocks, of a few numbers, that a CPU computes."""
+    from dataclasses import replace
+
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3 import _build_llama3_layers
+
+    rope = replace(large.layers[0].attention.rope, dim=16, max_seq_len=16)
+    layers = _build_llama3_layers(n_layers=2, dim=32, n_heads=2, hidden_dim=64, rope=rope, attn_backend="flex")
+    for layer in layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    return replace(
+        large,
+        dim=32,
+        vocab_size=64,
+        tok_embeddings=replace(large.tok_embeddings, num_embeddings=64, embedding_dim=32),
+        norm=replace(large.norm, normalized_shape=32),
+        lm_head=replace(large.lm_head, in_features=32, out_features=64),
+        layers=layers,
+    )
+
+
 def tiny() -> Any:
     """The config function: that of the docs, with a model, data and a validator of a few numbers."""
     from dataclasses import dataclass, replace
@@ -56,8 +78,6 @@ def tiny() -> Any:
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.components.validate import Validator
     from torchtitan.config import Configurable
-    from torchtitan.models.common.attention import ScaledDotProductAttention
-    from torchtitan.models.llama3 import _build_llama3_layers
 
     class CountingTokens(ParallelAwareDataloader):
         @dataclass(kw_only=True, slots=True)
@@ -92,21 +112,9 @@ def tiny() -> Any:
                 self.losses.append(torch.nn.functional.cross_entropy(logits, labels).item())
 
     config = debugmodel()
-    large = config.model_spec.model
-    rope = replace(large.layers[0].attention.rope, dim=16, max_seq_len=16)
-    layers = _build_llama3_layers(n_layers=2, dim=32, n_heads=2, hidden_dim=64, rope=rope, attn_backend="flex")
-    for layer in layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    model = replace(
-        large,
-        dim=32,
-        vocab_size=64,
-        tok_embeddings=replace(large.tok_embeddings, num_embeddings=64, embedding_dim=32),
-        norm=replace(large.norm, normalized_shape=32),
-        lm_head=replace(large.lm_head, in_features=32, out_features=64),
-        layers=layers,
+    config.model_spec = replace(
+        config.model_spec, name="tiny", flavor="tiny", model=tiny_model(config.model_spec.model)
     )
-    config.model_spec = replace(config.model_spec, name="tiny", flavor="tiny", model=model)
     config.loss = CrossEntropyLoss.Config(global_vocab_size=64)
     config.dataloader, config.validator = CountingTokens.Config(), HeldOut.Config(enable=True)
     config.tokenizer = NoTokenizer.Config()
