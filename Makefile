@@ -1,6 +1,7 @@
 # make train: train a language model with Streaming DiLoCo, here, now.
 # make test: lint, types, quick tests.   make test-all: all tests.   make coverage: what the tests reach.
 # make hostile: the fuzzers of tests/hostile for hours.
+# make sbom: the dependencies that a user installs, as CycloneDX JSON.
 # make gpu: the proof on a GPU, with the PyTorch of PYTHON; without a network, and none of it is installed.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -65,6 +66,20 @@ format: env
 # The pages, in site/; a broken link, or a command with an unknown flag, fails.
 docs docs-serve: env
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(filter docs,$@),build,serve)
+
+.PHONY: sbom
+# dist/sbom.json: what `pip install diloco` brings, with EXTRAS=lora,wandb those extras too, as CycloneDX.
+SBOM := dist/sbom-env
+sbom:
+	rm -rf $(SBOM) $(SBOM)-tool
+	$(PYTHON) -m venv $(SBOM) && $(PYTHON) -m venv $(SBOM)-tool
+	$(SBOM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt \
+		'.[$(EXTRAS)]'
+	$(SBOM)/bin/python -m pip uninstall --quiet --yes setuptools pip
+	$(SBOM)-tool/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt cyclonedx-bom
+	$(SBOM)-tool/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
+		--output-file dist/sbom.json $(SBOM)/bin/python
+	rm -rf $(SBOM) $(SBOM)-tool
 
 clean:
 	rm -rf .venv
