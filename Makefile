@@ -74,7 +74,7 @@ sbom:
 	rm -rf $(SBOM) $(SBOM)-tool
 	$(PYTHON) -m venv $(SBOM) && $(PYTHON) -m venv $(SBOM)-tool
 	$(SBOM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt \
-		'.[$(EXTRAS)]'
+		'.$(if $(EXTRAS),[$(EXTRAS)])'
 	$(SBOM)/bin/python -m pip uninstall --quiet --yes setuptools pip
 	$(SBOM)-tool/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt cyclonedx-bom
 	$(SBOM)-tool/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
