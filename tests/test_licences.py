@@ -20,7 +20,6 @@ COPYLEFT = re.compile(r"gpl|gnu|mpl|mozilla|eupl|cddl|epl\b|eclipse|osl|cc-by-sa
 EXCEPTIONS = {
     "certifi": "MPL-2.0, of its list of certificates; through huggingface-hub",
     "tqdm": "MPL-2.0 of some files, MIT of the others; through huggingface-hub",
-    "tqdm": "MPL-2.0 of some files, MIT of the others; through huggingface-hub",
     "chardet": "LGPL-2.1, a library that is only called; through lm-eval, of the extra eval alone",
 }
 """Libraries with a copyleft that ends at their own files, and what leads to them."""
