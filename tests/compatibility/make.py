@@ -1,4 +1,4 @@
-"""Writes what later releases must read: a run, a store and published weights, beside `expected.json`.
+"""Writes what later releases must read, in a folder of the release: a run, a store and published weights.
 
     python -m tests.compatibility.make
 
@@ -25,7 +25,8 @@ from diloco.cli.main import main
 from diloco.outer.digest import parameters_hash
 from diloco.training.records.checkpoints import finished, remove
 
-WRITTEN = Path(__file__).with_name("written")
+RELEASE = "1.0"
+"""The folder that is written; those of earlier releases stay as long as they are to be read."""
 STEPS = 12
 ROUNDS = 6
 
@@ -146,5 +147,6 @@ def write(folder: Path) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
         write(Path(name))
-        shutil.rmtree(WRITTEN, ignore_errors=True)
-        shutil.copytree(name, WRITTEN)
+        target = Path(__file__).with_name(RELEASE)
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(name, target)
