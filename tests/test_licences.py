@@ -18,16 +18,16 @@ PERMISSIVE = re.compile(
 )
 COPYLEFT = re.compile(r"gpl|gnu|mpl|mozilla|eupl|cddl|epl\b|eclipse|osl|cc-by-sa|sspl|busl", re.IGNORECASE)
 EXCEPTIONS = {
-    "certifi": "MPL-2.0, of its list of certificates; through huggingface-hub",
+    "certifi": "MPL-2.0, of its list of certificates; through requests, of several extras",
     "tqdm": "MPL-2.0 of some files, MIT of the others; through huggingface-hub",
     "chardet": "LGPL-2.1, a library that is only called; through lm-eval, of the extra eval alone",
 }
 """Libraries with a copyleft that ends at their own files, and what leads to them."""
 
 
-def licence(found: Distribution) -> str:
+def licence(installed: Distribution) -> str:
     """The licence in the words of the metadata."""
-    metadata = found.metadata
+    metadata = installed.metadata
     named = metadata.get_all("License-Expression") or [
         line.rpartition(":: ")[2] for line in metadata.get_all("Classifier", []) if line.startswith("License ::")
     ]
@@ -48,11 +48,11 @@ def tree(requirements: list[str], seen: set[str]) -> Iterator[Distribution]:
         elif name not in seen:
             seen.add(name)
             try:
-                found = distribution(name)
+                installed = distribution(name)
             except PackageNotFoundError:
                 continue
-            yield found
-            wanted = [Requirement(one) for one in found.requires or []]
+            yield installed
+            wanted = [Requirement(one) for one in installed.requires or []]
             own = (str(one) for one in wanted if one.marker is None or _is_asked(one, requirement.extras))
             yield from tree([one.partition(";")[0] for one in own], seen)
 
@@ -69,11 +69,11 @@ def test_no_licence_is_unknown_or_copyleft():
         if name not in NOT_FOR_USERS
         for one in extra
     ]
-    found = list(tree([*PROJECT["dependencies"], *of_users], set()))
-    assert {"torch", "numpy", "transformers", "sympy"} <= {canonicalize_name(one.name) for one in found}
+    installed = list(tree([*PROJECT["dependencies"], *of_users], set()))
+    assert {"torch", "numpy", "transformers", "sympy"} <= {canonicalize_name(one.name) for one in installed}
     wrong = [
         f"{one.name} {one.version}: {text[:100] or 'unknown'}"
-        for one, text in ((one, licence(one)) for one in found)
+        for one, text in ((one, licence(one)) for one in installed)
         if (COPYLEFT.search(text) or not PERMISSIVE.search(text)) and canonicalize_name(one.name) not in EXCEPTIONS
     ]
     assert not wrong, "\n".join(wrong)
