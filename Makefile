@@ -2,6 +2,7 @@
 # make test: lint, types, quick tests.   make test-all: all tests.   make coverage: what the tests reach.
 # make hostile: the fuzzers of tests/hostile for hours.
 # make release: sdist and wheels in dist/, checked, installed and run.
+# make sbom: the dependencies that a user installs, as CycloneDX JSON.
 # make gpu: the proof on a GPU, with the PyTorch of PYTHON; without a network, and none of it is installed.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -80,6 +81,19 @@ release: env
 VERSION ?= $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/diloco/version.py)
 site: env
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python docs/versioned.py $(VERSION) $(SITE_URL)
+.PHONY: sbom
+# dist/sbom.json: what `pip install diloco` brings, with EXTRAS=lora,wandb those extras too, as CycloneDX.
+SBOM := dist/sbom-env
+sbom:
+	rm -rf $(SBOM) $(SBOM)-tool
+	$(PYTHON) -m venv $(SBOM) && $(PYTHON) -m venv $(SBOM)-tool
+	$(SBOM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt \
+		'.$(if $(EXTRAS),[$(EXTRAS)])'
+	$(SBOM)/bin/python -m pip uninstall --quiet --yes setuptools pip
+	$(SBOM)-tool/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt cyclonedx-bom
+	$(SBOM)-tool/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
+		--output-file dist/sbom.json $(SBOM)/bin/python
+	rm -rf $(SBOM) $(SBOM)-tool
 
 clean:
 	rm -rf .venv dist

@@ -12,11 +12,15 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+if not hasattr(backend_registration, "_DummyBackendModule"):
+    pytest.skip("torch 2.9 has no devices that are written in Python", allow_module_level=True)
 
 NAME = "fake"
 _READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive"}
@@ -140,7 +144,7 @@ class FakeDevice(TorchDispatchMode):
         self.has_streams = self._has_fp64 = not like_apples
         if not _DEVICE:
             module = _Module() if like_apples else _ModuleWithStreams()
-            _setup_privateuseone_for_python_backend(NAME, backend_module=module)
+            backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=module)
         _DEVICE[:] = [self]
         self.device = torch.device(NAME, 0)
         self.streams: list[Stream] = []
@@ -284,7 +288,7 @@ class FakeDevice(TorchDispatchMode):
 _DEVICE: list[FakeDevice] = []
 
 
-class _Module(_DummyBackendModule):
+class _Module(backend_registration._DummyBackendModule):
     """torch.fake."""
 
     Event = Event

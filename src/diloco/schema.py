@@ -96,6 +96,26 @@ def converted(value: Any, kind: type[_T], *, source: str) -> _T:
     return made
 
 
+def without_format(values: Mapping[str, Any], expected: int, *, source: str) -> dict[str, Any]:
+    """The values that stand beside the number of their format.
+
+    Args:
+        values: by name, the format's number as `format`.
+        expected: the number of the format that this diloco reads and writes.
+        source: the file in words, for errors.
+
+    Raises:
+        FileError: if they are of another format.
+    """
+    own = {name: value for name, value in values.items() if name != "format"}
+    if values.get("format") != expected:
+        written = f"is of format {values['format']!r:.20}" if "format" in values else "names no format"
+        raise FileError(
+            f"{source} {written}, and this diloco reads format {expected}: use the release of diloco that wrote it"
+        )
+    return own
+
+
 def checked_name(name: str) -> str:
     """A name of a run or a replica, as a user gives it.
 

@@ -28,7 +28,8 @@ def without(state: dict, *names: str) -> dict:
 WEIGHT = "blocks.0.weight"
 BROKEN = {
     "list": (lambda s: [s], "the state is a list, and not a dict: pass what state_dict"),
-    "empty": (lambda s: {}, r"can't be read: .*missing required field last_sent: pass what state_dict"),
+    "empty": (lambda s: {}, r"names no format, and this diloco reads format 1: .* pass what state_dict"),
+    "format": (lambda s: s | {"format": 2}, r"is of format 2, and this diloco reads format 1"),
     "no steps": (lambda s: without(s, "num_steps"), "missing required field num_steps"),
     "text": (lambda s: s | {"bytes_sent": "7"}, "bytes_sent: expected int, got str"),
     "tokens": (lambda s: s | {"tokens": -1}, "tokens: expected int >= 0"),

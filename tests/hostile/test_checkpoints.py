@@ -38,7 +38,7 @@ def path(tmp_path) -> Path:
     """The checkpoint of step 7 of replica 0, of two processes."""
     path = step_path(tmp_path / "replica-0", 7)
     path.mkdir(parents=True)
-    (path / "facts.json").write_text('{"step": 7}')
+    (path / "facts.json").write_text('{"format": 1, "step": 7}')
     for shard in range(2):
         write_shard(path, shard, 2, flat(TENSORS))
     renew_checksums(path)

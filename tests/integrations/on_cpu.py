@@ -1,13 +1,12 @@
 """torchtitan and its integration, imported for the CPU: it asks for things that torch.cpu doesn't have."""
 
 import importlib
-import importlib.util
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 
 
 class CPU:
@@ -39,10 +38,8 @@ class CPU:
     def empty_cache() -> None: ...
 
 
-if importlib.util.find_spec("triton") is None:  # which its mixture-of-experts kernels import
-    kernels: Any = ModuleType("torchtitan.models.moe.kernels")
-    kernels.generate_permute_indices = None
-    sys.modules[kernels.__name__] = kernels
+if not hasattr(torch.distributed, "set_timeout"):  # before torch 2.14
+    torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(torch._utils, "_get_available_device_type", lambda: "cpu")
     patch.setattr(torch._utils, "_get_device_module", lambda device_type: CPU)

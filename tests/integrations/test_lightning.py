@@ -11,7 +11,10 @@ from tests.processes import run_replicas
 
 import diloco
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The `srun` command is available"),  # on a machine with Slurm
+]
 
 
 @pytest.fixture(scope="module")

@@ -229,7 +229,9 @@ def test_a_directory_without_a_run_and_a_config_that_is_none_are_refused(run, tm
     for content, sentence in (
         (b"{", "can't be read"),
         (b"\xff", "can't be read"),
-        (b"{}", "it has no object as model"),
+        (b'{"format": 1}', "it has no object as model"),
+        (b"{}", "names no format, and this diloco reads format 1: use the release of diloco that wrote it"),
+        (b'{"format": 2, "model": {}}', "is of format 2, and this diloco reads format 1: use the release"),
     ):
         (run.directory / "config.json").write_bytes(content)
         with pytest.raises(UserError, match=rf"config.json.* {sentence}"):

@@ -19,8 +19,10 @@ from diloco.errors import DisagreementError, FileError, UserError
 from diloco.exchange.transport import Transport, agree, share
 from diloco.outer.digest import parameters_hash
 from diloco.schedule import Sync
-from diloco.schema import Count, Seconds, converted
+from diloco.schema import Count, Seconds, converted, without_format
 
+FORMAT = 1
+"""Version of an engine's state, which it names."""
 _NOT_OURS = "pass what state_dict() of an engine gave"
 
 
@@ -69,6 +71,7 @@ def _values(state: object, kind: type[_Values]) -> dict[str, Any]:
         raise UserError(f"the state is a {type(state).__name__}, and not a dict: {_NOT_OURS}")
     values = {field.name: state[field.name] for field in fields(kind) if field.name in state}
     try:
+        without_format(state, FORMAT, source="the state")
         return dict(vars(converted(values, kind, source="the state")))
     except FileError as error:
         raise UserError(f"{error}: {_NOT_OURS}") from None

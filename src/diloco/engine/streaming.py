@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from diloco.auto import warning_of_frequent
 from diloco.engine.attach import Attachment, check_trains, trained_by
 from diloco.engine.buffers import Buffers
+from diloco.engine.checkpoint import FORMAT
 from diloco.engine.fixed import FixedMembership
 from diloco.engine.lanes import device_lane
 from diloco.engine.outer_state import OUTER
@@ -423,7 +424,7 @@ class StreamingDiLoCo:
         """
         self._check_own_parameters("state_dict")
         self._check_sound()
-        state = self._membership.state_dict()
+        state = {"format": FORMAT, **self._membership.state_dict()}
         self._nothing_is_lost()
         return state
 

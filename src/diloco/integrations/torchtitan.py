@@ -1,11 +1,10 @@
 """torchtitan: its Trainer, and a section of its config, for one replica; every replica is a torchrun of its own.
 
-torchrun starts this module as it starts `torchtitan.train`. The config file has
-`custom_config_module = "diloco.integrations.torchtitan"` in its section `[job]`.
+A config function of torchtitan's returns `with_diloco(config, DiLoCo(...))`, and `torchtitan.train` trains it.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial, reduce
 from typing import Any, cast
 
@@ -21,14 +20,13 @@ from diloco.outer.rules import rules_of
 from diloco.presets import PRESETS, DilocoSettings
 
 with requiring("torchtitan", extra="torchtitan"):
-    from torchtitan import config
-    from torchtitan.components.checkpoint import DATALOADER
-    from torchtitan.train import Trainer, main
+    from torchtitan.components.checkpointer import DATALOADER
+    from torchtitan.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(DilocoSettings):
-    """The section `[diloco]`: the arguments of `diloco.connect`, and settings.
+    """The section `diloco` of the config: the arguments of `diloco.connect`, and settings.
 
     What is left out is that of the method streaming_overlapped_fp4, but for τ, which is 0.
     """
@@ -47,14 +45,6 @@ class DiLoCo(DilocoSettings):
     """H: inner steps between two syncs of the same fragment."""
 
 
-@dataclass
-class JobConfig(config.JobConfig):
-    """torchtitan's config with the section `[diloco]`: its `job.custom_config_module` takes it from here."""
-
-    diloco: DiLoCo = field(default_factory=DiLoCo)
-    """DiLoCo."""
-
-
 class DiLoCoTrainer(Trainer):
     """torchtitan's Trainer for one replica.
 
@@ -63,14 +53,22 @@ class DiLoCoTrainer(Trainer):
     replica reads its own part of the dataset. Batch sizes in the config are those of one replica.
 
     Raises:
-        UserError: if the config has no section [diloco], or a setting contradicts it.
+        UserError: if a setting of torchtitan's contradicts the engine.
 
     Source: the order of events in torchtitan's `Trainer.train`.
     """
 
-    def __init__(self, job_config: config.JobConfig) -> None:
-        self._settings = _checked(job_config)
-        super().__init__(job_config)
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """torchtitan's config with the section `diloco`."""
+
+        diloco: DiLoCo = field(default_factory=DiLoCo)
+        """DiLoCo."""
+
+    def __init__(self, config: Config) -> None:
+        _check(config)
+        self._settings = config.diloco
+        super().__init__(config)
         settings = self._settings
         self._exchange = connect(
             settings.address,
@@ -83,13 +81,14 @@ class DiLoCoTrainer(Trainer):
         """The engine."""
         check_optimizers(self.engine, [self.optimizers])
         self.dataloader = self._own_part_of_the_data()
-        self.checkpointer.states |= {"diloco": self.engine, DATALOADER: self.dataloader}
+        if config.checkpoint.enable:
+            self.checkpointer.states |= {"diloco": self.engine, DATALOADER: self.dataloader}
         self.checkpointer.load = partial(self._load, self.checkpointer.load)
-        if job_config.validation.enable:
+        if config.validator.enable:
             self.validator.validate = partial(self._validate, self.validator.validate)
 
     def build_engine(self, model: nn.Module) -> StreamingDiLoCo:
-        """The engine of the section [diloco]; override it for what a config can't say."""
+        """The engine of the section `diloco`; override it for what a config can't say."""
         settings = self._settings
         fragments = _fragments(model, settings)
         outer, mixing = rules_of(settings.of_method("streaming_overlapped_fp4"))
@@ -126,7 +125,7 @@ class DiLoCoTrainer(Trainer):
         loaded = load(step=step)
         if loaded and not self.engine.num_steps:  # weights alone, such as those of a pretrained model
             self.engine.reset_outer()
-        agree(self._exchange, {"training.steps": self.job_config.training.steps, "step": self.step})
+        agree(self._exchange, {"training.steps": self.config.training.steps, "step": self.step})
         return loaded
 
     def _validate(self, validate: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -135,18 +134,27 @@ class DiLoCoTrainer(Trainer):
 
     def _own_part_of_the_data(self) -> Any:
         """The dataloader again, as if all replicas were ranks of one job."""
-        if self.train_spec.build_dataloader_fn is None:
-            return self.dataloader
         rank, size = 0, 1
         if self.parallel_dims.dp_enabled:
             mesh = self.parallel_dims.get_mesh("batch")
             rank, size = mesh.get_local_rank(), mesh.size()
-        return self.train_spec.build_dataloader_fn(
+        checkpoint, training = self.config.checkpoint, self.config.training
+        return self.config.dataloader.build(
             dp_world_size=self._exchange.num_replicas * size,
             dp_rank=self._exchange.replica * size + rank,
             tokenizer=self.tokenizer,
-            job_config=self.job_config,
+            seq_len=training.seq_len,
+            local_batch_size=training.local_batch_size,
+            snapshot_every_n_steps=(
+                checkpoint.interval * self.gradient_accumulation_steps if checkpoint.enable else None
+            ),
         )
+
+
+def with_diloco(config: Trainer.Config, settings: DiLoCo) -> DiLoCoTrainer.Config:
+    """A config of torchtitan's with the section `diloco`, which builds a `DiLoCoTrainer`."""
+    own = {field.name: getattr(config, field.name) for field in fields(config)}
+    return DiLoCoTrainer.Config(**own, diloco=settings)
 
 
 _METHOD = PRESETS["streaming_overlapped_fp4"]
@@ -160,12 +168,6 @@ def _fragments(model: nn.Module, settings: DiLoCo) -> Fragments:
 
 
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("fault_tolerance.enable", bool, "joins the replicas by torchft, whose DiLoCo is another: set it to false"),
-    (
-        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
-        bool,
-        "computes scales before a merge changes the parameters: set it to false",
-    ),
     (
         "parallelism.pipeline_parallel_degree",
         lambda degree: degree > 1,
@@ -176,20 +178,9 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 """Settings that contradict the engine, the values that do, and the reason."""
 
 
-def _checked(job_config: config.JobConfig) -> DiLoCo:
-    """The section [diloco], where nothing else in the config contradicts it."""
-    settings = getattr(job_config, "diloco", None)
-    if settings is None:
-        raise UserError(
-            "the config has no section [diloco]: set job.custom_config_module to diloco.integrations.torchtitan",
-            "job.custom_config_module",
-        )
+def _check(config: Trainer.Config) -> None:
+    """Refuse settings that contradict the engine."""
     for name, is_refused, reason in _REFUSED:
-        value = reduce(getattr, name.split("."), cast(Any, job_config))
+        value = reduce(getattr, name.split("."), cast(Any, config))
         if is_refused(value):
             raise UserError(f"{name}={str(value).lower()} {reason}", name)
-    return cast(DiLoCo, settings)
-
-
-if __name__ == "__main__":
-    main(DiLoCoTrainer)

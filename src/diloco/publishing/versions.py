@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _T = TypeVar("_T")
-_FORMAT = 1
+FORMAT = 1
+"""Version of the form of published weights, which the header of each version names."""
 PART_BYTES = 1 << 23
 """Size of the parts of a body, but for its last: several travel at once, and an outage costs no more than them."""
 MOST_PARTS_AT_ONCE = 8
@@ -61,7 +62,7 @@ class Body:
 class Version:
     """One state of the weights, as its publisher's signed header describes it."""
 
-    format: Annotated[int, msgspec.Meta(ge=_FORMAT, le=_FORMAT)] = _FORMAT
+    format: Count = FORMAT
     """The version of this form."""
     number: Count
     """Versions before it."""
@@ -86,7 +87,12 @@ class Version:
     """The files that go with it, by name."""
 
     def __post_init__(self) -> None:
-        """Refuse a header that contradicts itself."""
+        """Refuse a header of another form, and one that contradicts itself."""
+        if self.format != FORMAT:
+            raise ValueError(
+                f"it is of format {self.format}, and this diloco reads format {FORMAT}: install the release of "
+                "diloco that publishes"
+            )
         if (self.whole is not None) != (self.start == self.number) or self.start > self.number:
             raise ValueError(f"version {self.number} starts at {self.start}")
         if self.whole is None and self.difference is None:

@@ -19,6 +19,8 @@ from diloco.schema import converted, flat
 
 with requiring("tyro", extra="train"):
     import tyro
+FORMAT = 1
+"""Version of a run's directory, which its config.json names."""
 
 _Config = TypeVar("_Config")
 

@@ -17,8 +17,9 @@ from diloco.errors import FileError, UserError, nearest, setting
 from diloco.files import expanded, memory_bytes
 from diloco.models.spec import ModelConfig
 from diloco.presets import METHODS, own_settings
-from diloco.schema import Count, flat, read_bytes
+from diloco.schema import Count, flat, read_bytes, without_format
 from diloco.training.config.config import (
+    FORMAT,
     OptimizerConfig,
     TrainConfig,
     differences_from_defaults,
@@ -445,7 +446,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise FileError(f"{path} can't be read: {error}") from error
     if not isinstance(values, dict):
         raise FileError(f"{path} can't be read: it is no object")
-    return values
+    return without_format(values, FORMAT, source=str(path)) if "format" in values else values
 
 
 def _budget(path: Path, values: dict[str, Any]) -> Budget | None:

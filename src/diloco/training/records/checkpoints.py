@@ -30,11 +30,11 @@ from diloco.engine.parameters import copied_to_cpu, is_sharded, local, own_place
 from diloco.errors import CheckpointError, CheckpointWriteError, FileError
 from diloco.exchange.transport import Group
 from diloco.files import make_directory, sha256, sync, write_atomically, writing
-from diloco.schema import Count, decoded, flat, read_json
+from diloco.schema import Count, converted, decoded, flat, read_json, without_format
 
 FACTS_FILE = "facts.json"
-
-
+FORMAT = 1
+"""Version of the checkpoint's files, which `facts.json` names."""
 _CUTS = "cuts"
 """The key of a safetensors file's metadata under which its cuts stand, as JSON."""
 
@@ -341,10 +341,7 @@ class Checkpoints:
         earlier = [s for s in self.steps() if s < step]
         then = f"to resume from step {earlier[-1]}" if earlier else "and start again"
         _check(path, checksums, digests, f"delete {checksum_path(path).name} {then}")
-        try:
-            return read_json(path / FACTS_FILE, kind)
-        except FileError as error:
-            raise CheckpointError(f"checkpoint {error}") from error
+        return _read_facts(path, kind)
 
     def load(self, step: int, tensors: dict[str, Any]) -> None:
         """Read the tensors of a step in place, without the other processes.
@@ -387,7 +384,7 @@ class Checkpoints:
         """Write this process's file, and the facts where it is the first; return the file's digest."""
         make_directory(path)
         if self._shard == 0:
-            write_atomically(path / FACTS_FILE, [json.dumps(facts).encode()])
+            write_atomically(path / FACTS_FILE, [json.dumps({"format": FORMAT, **facts}).encode()])
         write_shard(path, self._shard, self._num_shards, flat(tensors))
         return digest(path / shard_file(self._shard))
 
@@ -425,6 +422,16 @@ def _check(path: Path, checksums: Mapping[str, str], digests: Sequence[bytes], w
             )
 
 
+def _read_facts(path: Path, kind: type[_Facts]) -> _Facts:
+    """The facts of a checkpoint whose checksums were checked."""
+    file = path / FACTS_FILE
+    try:
+        values = without_format(read_json(file, dict[str, Any]), FORMAT, source=str(file))
+        return converted(values, kind, source=str(file))
+    except FileError as error:
+        raise CheckpointError(f"checkpoint {error}") from error
+
+
 def _copied(tensors: Any) -> Any:
     """The tensors on the CPU, so that training may go on changing them."""
     if isinstance(tensors, Mapping):
@@ -447,6 +454,7 @@ def read(directory: Path, replica: int, step: int, tensors: dict[str, Any]) -> N
     checksums = read_checksums(path)
     way_out = f"to take an earlier one, if there is, delete {checksum_path(path)}"
     _check(path, checksums, [digest(path / name) for name in checksums], way_out)
+    _read_facts(path, dict[str, Any])
     read_tensors(path, tensors)
 
 

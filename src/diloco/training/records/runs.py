@@ -21,8 +21,16 @@ from diloco.data.shards import INDEX_FILE
 from diloco.errors import FileError, UserError
 from diloco.exchange.transport import barrier, fail_together, share
 from diloco.files import expanded, make_directory, write_json, writing
-from diloco.schema import read_json
-from diloco.training.config.config import TrainConfig, differences, fields_with, from_json, to_json, with_value
+from diloco.schema import read_json, without_format
+from diloco.training.config.config import (
+    FORMAT,
+    TrainConfig,
+    differences,
+    fields_with,
+    from_json,
+    to_json,
+    with_value,
+)
 from diloco.training.config.resolve import TextFacts, resolve, resolved, text_facts
 from diloco.training.optimizer import learning_rate
 from diloco.training.processes import under_a_launcher
@@ -86,7 +94,11 @@ def claim(asked: TrainConfig) -> None:
     check_unclaimed(asked)
     make_directory(directory)
     write_json(directory / DATA_FILE, asdict(text_facts(asked.data)))
-    write_json(directory / CONFIG_FILE, to_json(asked))
+    _write_config(directory, asked)
+
+
+def _write_config(directory: Path, asked: TrainConfig) -> None:
+    write_json(directory / CONFIG_FILE, {"format": FORMAT, **to_json(asked)})
 
 
 def claim_together(asked: TrainConfig, world: World) -> None:
@@ -132,7 +144,8 @@ def read_asked(directory: Path) -> TrainConfig:
     path = directory / CONFIG_FILE
     if not path.exists():
         raise no_run(directory)
-    config = from_json(TrainConfig, read_json(path, dict[str, Any], most_bytes=_MOST_BYTES), source=str(path))
+    values = without_format(read_json(path, dict[str, Any], most_bytes=_MOST_BYTES), FORMAT, source=str(path))
+    config = from_json(TrainConfig, values, source=str(path))
     if config.data.prepared is None:
         raise FileError(f"{path} can't be read: it lacks data.prepared: restore it from another machine")
     return replace(config, name=directory.name, runs=directory.parent)
@@ -489,5 +502,5 @@ def continued(asked: TrainConfig, world: World, step: int) -> TrainConfig:
     if world.is_first_on_machine:
         for name in (OUTER_FILE, SUMMARY_FILE, SAMPLES_FILE):
             (config.directory / name).unlink(missing_ok=True)
-        write_json(config.directory / CONFIG_FILE, to_json(asked))
+        _write_config(config.directory, asked)
     return config
