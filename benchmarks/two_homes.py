@@ -31,23 +31,25 @@ LLAMA = {
 }
 SEQUENCE, BATCH = 128, 16
 COLUMNS: tuple[str, ...] = (
-    *("method", "outer", "sync_every", "batch", "learning_rate", "seed"),
+    *("method", "outer", "merge", "sync_every", "batch", "learning_rate", "seed"),
     *("held_out_loss", "standard_error", "tokens", "bytes_sent", "seconds"),
 )
 ALONE, OVERLAPPED, PLAIN = "data_parallel", "streaming_overlapped_fp4", "diloco"
+KEPT = "taylor:strength=0"
 ARMS = (
-    (ALONE, "", 1, BATCH, 8e-3),
-    (OVERLAPPED, "auto", 20, BATCH, 8e-3),
-    (PLAIN, "auto", 20, BATCH, 8e-3),
-    (PLAIN, "sgd:lr=1", 20, BATCH, 8e-3),
-    (ALONE, "", 1, BATCH // 2, 8e-3),
-    (OVERLAPPED, "sgd:lr=1", 20, BATCH, 8e-3),
-    (PLAIN, "sgd:lr=1", 10, BATCH, 8e-3),
-    (ALONE, "", 1, BATCH, 1.6e-2),
-    (PLAIN, "sgd:lr=1", 20, BATCH, 1.6e-2),
+    (ALONE, "", "", 1, BATCH, 8e-3),
+    (OVERLAPPED, "auto", "mix", 20, BATCH, 8e-3),
+    (OVERLAPPED, "auto", KEPT, 20, BATCH, 8e-3),
+    (PLAIN, "sgd:lr=1", KEPT, 20, BATCH, 8e-3),
+    (PLAIN, "auto", "mix", 20, BATCH, 8e-3),
+    (ALONE, "", "", 1, BATCH // 2, 8e-3),
 )
-"""The method; the outer rule of two homes, or nothing for one trainer; H; sequences per step; learning rate."""
-NUM_KEYS = 6
+"""The method; of two homes, the outer rule and the merge rule; H; sequences per step of all; the learning rate.
+
+A store's replicas wait for no decision. At a merge, mix with α = 0 overwrites the inner steps since the send, with
+α = ½ half of them; `KEPT` keeps them.
+"""
+NUM_KEYS = 7
 
 
 def main() -> None:
@@ -101,6 +103,7 @@ def run(
     *,
     method: str,
     outer: str,
+    merge: str,
     sync_every: int,
     batch: int,
     learning_rate: float,
@@ -116,6 +119,7 @@ def run(
         shutil.rmtree(arguments.output / name, ignore_errors=True)
     if outer:
         flags += ["--rendezvous", "meeting", "--num-replicas", "2", "--diloco.outer", outer]
+        flags += ["--diloco.merge", merge]
         flags += ["--diloco.sync-every", str(sync_every)]
     else:
         flags += ["--num-replicas", "1"]
