@@ -31,25 +31,15 @@ LLAMA = {
 }
 SEQUENCE, BATCH = 128, 16
 COLUMNS: tuple[str, ...] = (
-    *("method", "outer", "merge", "sync_every", "batch", "learning_rate", "seed"),
+    *("outer", "sync_every", "batch", "learning_rate", "seed"),
     *("held_out_loss", "standard_error", "tokens", "bytes_sent", "seconds"),
 )
-ALONE, OVERLAPPED, PLAIN = "data_parallel", "streaming_overlapped_fp4", "diloco"
-KEPT = "taylor:strength=0"
-ARMS = (
-    (ALONE, "", "", 1, BATCH, 8e-3),
-    (OVERLAPPED, "auto", "mix", 20, BATCH, 8e-3),
-    (OVERLAPPED, "auto", KEPT, 20, BATCH, 8e-3),
-    (PLAIN, "sgd:lr=1", KEPT, 20, BATCH, 8e-3),
-    (PLAIN, "auto", "mix", 20, BATCH, 8e-3),
-    (ALONE, "", "", 1, BATCH // 2, 8e-3),
-)
-"""The method; of two homes, the outer rule and the merge rule; H; sequences per step of all; the learning rate.
-
-A store's replicas wait for no decision. At a merge, mix with α = 0 overwrites the inner steps since the send, with
-α = ½ half of them; `KEPT` keeps them.
-"""
-NUM_KEYS = 7
+ARMS = tuple(
+    (outer, sync_every, batch, learning_rate)
+    for learning_rate in (8e-3, 4e-3)
+    for outer, sync_every, batch in (("", 1, BATCH), ("auto", 20, BATCH), ("", 1, BATCH // 2))
+) + tuple((outer, sync_every, BATCH, 4e-3) for outer, sync_every in (("sgd:lr=1", 20), ("auto", 10), ("auto", 5)))
+"""The outer rule of two homes, or nothing for one trainer; H; sequences per step of all; and the learning rate."""
 
 
 def main() -> None:
@@ -65,7 +55,7 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     base = pretrained(arguments)
     table = output / "two_homes.csv"
-    done = {tuple(row[name] for name in COLUMNS[:NUM_KEYS]) for row in rows_of(table)} if table.exists() else set()
+    done = {tuple(row[name] for name in COLUMNS[:5]) for row in rows_of(table)} if table.exists() else set()
     for seed in arguments.seeds:
         for arm in ARMS[: arguments.arms]:
             row: dict[str, Any] = dict(zip(COLUMNS, (*arm, seed), strict=False))
@@ -101,9 +91,7 @@ def run(
     arguments: argparse.Namespace,
     base: Path,
     *,
-    method: str,
     outer: str,
-    merge: str,
     sync_every: int,
     batch: int,
     learning_rate: float,
@@ -113,16 +101,14 @@ def run(
     flags = ["--model.hf", str(base.absolute()), "--model.lora", "rank=8"]
     flags += ["--data.train", str(arguments.train), "--data.held-out", str(arguments.held_out)]
     flags += ["--num-tokens", str(arguments.steps * batch * SEQUENCE), *common(seed, batch, learning_rate)]
-    flags += ["--method", method]
     names = ["home", "away"] if outer else ["alone"]
     for name in ("meeting", *(f"runs/{name}" for name in names)):
         shutil.rmtree(arguments.output / name, ignore_errors=True)
     if outer:
         flags += ["--rendezvous", "meeting", "--num-replicas", "2", "--diloco.outer", outer]
-        flags += ["--diloco.merge", merge]
         flags += ["--diloco.sync-every", str(sync_every)]
     else:
-        flags += ["--num-replicas", "1"]
+        flags += ["--method", "data_parallel", "--num-replicas", "1"]
     processes = [start(arguments.output, name, flags) for name in names]
     for process in processes:
         wait(process)
@@ -169,7 +155,7 @@ def report(table: Path) -> None:
         if not row["outer"] and row["batch"] == str(BATCH)
     }
     for row in rows:
-        loss, names = float(row["held_out_loss"]), "  ".join(f"{row[name]:9}" for name in COLUMNS[:NUM_KEYS])
+        loss, names = float(row["held_out_loss"]), "  ".join(f"{row[name]:9}" for name in COLUMNS[:5])
         print(f"{names}{loss:.4f}  {100 * (loss / alone[row['learning_rate'], row['seed']] - 1):+.2f} %")
 
 
