@@ -31,23 +31,15 @@ LLAMA = {
 }
 SEQUENCE, BATCH = 128, 16
 COLUMNS: tuple[str, ...] = (
-    *("method", "outer", "sync_every", "batch", "learning_rate", "seed"),
+    *("outer", "sync_every", "batch", "learning_rate", "seed"),
     *("held_out_loss", "standard_error", "tokens", "bytes_sent", "seconds"),
 )
-ALONE, OVERLAPPED, PLAIN = "data_parallel", "streaming_overlapped_fp4", "diloco"
-ARMS = (
-    (ALONE, "", 1, BATCH, 8e-3),
-    (OVERLAPPED, "auto", 20, BATCH, 8e-3),
-    (PLAIN, "auto", 20, BATCH, 8e-3),
-    (PLAIN, "sgd:lr=1", 20, BATCH, 8e-3),
-    (ALONE, "", 1, BATCH // 2, 8e-3),
-    (OVERLAPPED, "sgd:lr=1", 20, BATCH, 8e-3),
-    (PLAIN, "sgd:lr=1", 10, BATCH, 8e-3),
-    (ALONE, "", 1, BATCH, 1.6e-2),
-    (PLAIN, "sgd:lr=1", 20, BATCH, 1.6e-2),
-)
-"""The method; the outer rule of two homes, or nothing for one trainer; H; sequences per step; learning rate."""
-NUM_KEYS = 6
+ARMS = tuple(
+    (outer, sync_every, batch, learning_rate)
+    for learning_rate in (8e-3, 4e-3)
+    for outer, sync_every, batch in (("", 1, BATCH), ("auto", 20, BATCH), ("", 1, BATCH // 2))
+) + tuple((outer, sync_every, BATCH, 4e-3) for outer, sync_every in (("sgd:lr=1", 20), ("auto", 10), ("auto", 5)))
+"""The outer rule of two homes, or nothing for one trainer; H; sequences per step of all; and the learning rate."""
 
 
 def main() -> None:
@@ -63,7 +55,7 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     base = pretrained(arguments)
     table = output / "two_homes.csv"
-    done = {tuple(row[name] for name in COLUMNS[:NUM_KEYS]) for row in rows_of(table)} if table.exists() else set()
+    done = {tuple(row[name] for name in COLUMNS[:5]) for row in rows_of(table)} if table.exists() else set()
     for seed in arguments.seeds:
         for arm in ARMS[: arguments.arms]:
             row: dict[str, Any] = dict(zip(COLUMNS, (*arm, seed), strict=False))
@@ -99,7 +91,6 @@ def run(
     arguments: argparse.Namespace,
     base: Path,
     *,
-    method: str,
     outer: str,
     sync_every: int,
     batch: int,
@@ -110,7 +101,6 @@ def run(
     flags = ["--model.hf", str(base.absolute()), "--model.lora", "rank=8"]
     flags += ["--data.train", str(arguments.train), "--data.held-out", str(arguments.held_out)]
     flags += ["--num-tokens", str(arguments.steps * batch * SEQUENCE), *common(seed, batch, learning_rate)]
-    flags += ["--method", method]
     names = ["home", "away"] if outer else ["alone"]
     for name in ("meeting", *(f"runs/{name}" for name in names)):
         shutil.rmtree(arguments.output / name, ignore_errors=True)
@@ -118,7 +108,7 @@ def run(
         flags += ["--rendezvous", "meeting", "--num-replicas", "2", "--diloco.outer", outer]
         flags += ["--diloco.sync-every", str(sync_every)]
     else:
-        flags += ["--num-replicas", "1"]
+        flags += ["--method", "data_parallel", "--num-replicas", "1"]
     processes = [start(arguments.output, name, flags) for name in names]
     for process in processes:
         wait(process)
@@ -165,7 +155,7 @@ def report(table: Path) -> None:
         if not row["outer"] and row["batch"] == str(BATCH)
     }
     for row in rows:
-        loss, names = float(row["held_out_loss"]), "  ".join(f"{row[name]:9}" for name in COLUMNS[:NUM_KEYS])
+        loss, names = float(row["held_out_loss"]), "  ".join(f"{row[name]:9}" for name in COLUMNS[:5])
         print(f"{names}{loss:.4f}  {100 * (loss / alone[row['learning_rate'], row['seed']] - 1):+.2f} %")
 
 

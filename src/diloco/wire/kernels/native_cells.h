@@ -5,7 +5,8 @@
 #ifndef LEVEL
 
 #define PAIRS ((uint64_t)0x5555555555555555)
-enum { SAMPLE = 64, CLASSES = 4, WORDS = 32, HEAD = 2 + 3 * CLASSES, MOST_PARAMETER = 62, MOST_GAP_PARAMETER = 17, SLACK = 16 };
+enum { SAMPLE = 64, CLASSES = 4, WORDS = 32, HEAD = 2 + 3 * CLASSES, SLACK = 16 };
+enum { MOST_PARAMETER = 62, MOST_GAP_PARAMETER = 17 };
 
 INLINE int bit_length(uint64_t value) { return value ? 64 - __builtin_clzll(value) : 0; }
 INLINE int64_t bytes_of(int64_t bits) { return (bits + 7) / 8; }
@@ -58,9 +59,10 @@ INLINE int64_t put_last(Writer *w) {
     return w->to - w->start + bytes_of(w->num_held);
 }
 
-// Processors fetch ahead within a page of memory only.
-INLINE void fetch(const uint8_t *from, int num_lines) {
-    for (int i = 0; i < num_lines; i++) __builtin_prefetch(from + 64 * i);
+// Have 64 cells come into the cache, at a place that may lie outside: processors fetch ahead within a page only.
+INLINE void fetch(const void *cells, int64_t cell, int size) {
+    for (int i = 0; i < size; i++)
+        __builtin_prefetch((const void *)((uintptr_t)cells + (uintptr_t)(cell * size) + 64 * (uintptr_t)i));
 }
 
 // 64 bits of a plane; 9 bytes are read.
@@ -79,6 +81,10 @@ static int64_t count_ones(const uint8_t *plane, int64_t bits) {
     return ones;
 }
 
+// The words of a block.
+static const uint8_t EVERY[WORDS] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                                     16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+
 // The planes of a chunk's body; three of each class.
 typedef struct {
     const uint8_t *first[CLASSES], *second[CLASSES], *third[CLASSES], *signs, *exact[64], *longer[64];
@@ -95,10 +101,6 @@ static int check_places(const Planes *p, int c, int64_t k, int64_t n) {
     for (int64_t j = 0; j < k; j++) low += (int64_t)(bits_at(p->second[c], j * g) & first_bits(g));
     return ((bits - k) << g) + low + k <= n;
 }
-
-// The words of a block.
-static const uint8_t EVERY[WORDS] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
-                                     16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
 
 // Find the planes of a class in a body that ends at `end`; return the number of ones of its mask, or −1.
 static int64_t find_mask(const uint8_t **at, const uint8_t *end, int64_t n, int c, Planes *p) {
@@ -398,7 +400,7 @@ TARGET static void OF(sample)(const CELL *old, const CELL *new, int64_t n, int *
     uint8_t flag[64], bucket[64];
     int64_t stride = 64 * (n / 64 / SAMPLE + 1), num_cells = 0, num_changed = 0;
     for (int64_t i = 0; i < n; i += stride)
-        fetch((const uint8_t *)(old + i), sizeof(CELL)), fetch((const uint8_t *)(new + i), sizeof(CELL));
+        fetch(old, i, sizeof(CELL)), fetch(new, i, sizeof(CELL));
     for (int64_t i = 0; i < n; i += stride) {
         int64_t num = n - i < 64 ? n - i : 64;
         const CELL *a = OF(all)(old + i, num, copy_a), *b = OF(all)(new + i, num, copy_b);
@@ -426,7 +428,7 @@ TARGET static void OF(split)(const CELL *old, const CELL *new, int64_t n, int to
     for (int64_t i = 0; i < num_words; i++) {
         int64_t here = n - 64 * i;
         const CELL *a = OF(all)(old + 64 * i, here, copy_a), *b = OF(all)(new + 64 * i, here, copy_b);
-        fetch((const uint8_t *)(a + 64 * WORDS), sizeof(CELL)), fetch((const uint8_t *)(b + 64 * WORDS), sizeof(CELL));
+        fetch(old, 64 * (i + WORDS), sizeof(CELL)), fetch(new, 64 * (i + WORDS), sizeof(CELL));
         OF(classes)(a, (uint8_t)top, first_bits(here), &of_class[0][i]);
         OF(steps)(a, b, least[i], flag);
         changed[i] = NAME(plane)(flag, 0), down[i] = NAME(plane)(flag, 1);
@@ -531,7 +533,7 @@ TARGET static void OF(change)(const Planes *p, OF(Next) *next, CELL *into, int64
     CELL copy[64];
     for (int64_t i = 0; i < num_words; i++) {
         int64_t here = n - 64 * i;
-        fetch((const uint8_t *)(into + 64 * (i + WORDS)), sizeof(CELL));
+        fetch(into, 64 * (i + WORDS), sizeof(CELL));
         OF(classes)(OF(all)(into + 64 * i, here, copy), (uint8_t)p->top, first_bits(here), &of_class[0][i]);
     }
     for (int c = 0; c < (p->top ? CLASSES : 1); c++) {
