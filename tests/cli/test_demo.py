@@ -41,7 +41,7 @@ def test_a_replica_is_killed_and_comes_back_and_nothing_is_left(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     killed, missed, again, counted, verified, talks = (
         done.stdout.find(words)
-        for words in ("kill -9", "they train on", "started again", "counts spot again", "verified", "class Queue")
+        for words in ("kill -9", "they train on", "started again", "counts spot again", "verified", "the model writes")
     )
     assert 0 < killed < missed < again < counted < verified < talks, done.stdout
 
