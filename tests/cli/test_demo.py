@@ -41,7 +41,7 @@ def test_a_replica_is_killed_and_comes_back_and_nothing_is_left(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     words = "kill -9", "they train on", "started again", "counts spot again", "verified", "the model writes"
     places = [done.stdout.find(word) for word in words]
-    assert 0 < places[0] and places == sorted(places), done.stdout
+    assert places[0] > 0 and places == sorted(places), done.stdout
 
     look = Look(str(tmp_path / "runs" / "demo-store"), with_timeline=True)
     assert look.again().finished and look.timeline is not None
