@@ -32,7 +32,7 @@ _ROUND_TRIP_SECONDS = 0.06
 _LINK = "DILOCO_STORE_LINK"
 _LOOK_SECONDS = 0.25
 _SECONDS_TO_END, _SECONDS_TO_CONCLUDE = 10.0, 120.0
-_PROMPT = "class Queue"
+_PROMPT = "import os\n\ndef read("
 _MOST_SILENT_SECONDS = 120.0
 """Time without a new entry of the log after which the demonstration gives up."""
 _MOST_SECONDS_AWAY = 20.0
@@ -371,7 +371,7 @@ def _talk(directory: Path, tell: _Narrator) -> None:
     from diloco.models.writer import generate
 
     torch.set_num_threads(1)  # a token at a time is too little work for several
-    writing = Writing(max_tokens=240, temperature=0.6)
+    writing = Writing(max_tokens=240, temperature=0.7)
     writer, tokenizer = writing.load(str(directory))
     tell(f"the model writes, after {_PROMPT!r}:\n")
     tokens = read_text(writer, tokenizer, _PROMPT)
