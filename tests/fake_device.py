@@ -129,12 +129,18 @@ class Event:
 
 
 class FakeDevice(TorchDispatchMode):
-    """The device, from `with FakeDevice() as device` on; only the thread that enters it makes tensors there."""
+    """The device, from `with FakeDevice() as device` on; only the thread that enters it makes tensors there.
 
-    def __init__(self) -> None:
+    Args:
+        like_apples: it has no streams and no FP64, as Apple's GPUs.
+    """
+
+    def __init__(self, *, like_apples: bool = False) -> None:
         super().__init__()
+        self.has_streams = self._has_fp64 = not like_apples
         if not _DEVICE:
-            _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+            module = _Module() if like_apples else _ModuleWithStreams()
+            _setup_privateuseone_for_python_backend(NAME, backend_module=module)
         _DEVICE[:] = [self]
         self.device = torch.device(NAME, 0)
         self.streams: list[Stream] = []
@@ -219,6 +225,8 @@ class FakeDevice(TorchDispatchMode):
         result = operation(*inner_args, **inner_kwargs)
 
         def wrapped(inner: Tensor) -> Tensor:
+            if inner.dtype == torch.float64 and not self._has_fp64:
+                raise TypeError(f"{name}: the device has no FP64")
             made = by_inner[id(inner)] if id(inner) in by_inner else self.wrapped(inner)
             if name not in _WITHOUT_KERNEL and made.memory.written is None and not made.memory.read:
                 made.memory.use(self.stream, write=True)
@@ -279,9 +287,21 @@ _DEVICE: list[FakeDevice] = []
 class _Module(_DummyBackendModule):
     """torch.fake."""
 
+    Event = Event
+
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:
         return [torch.bfloat16]
+
+    @staticmethod
+    def synchronize(device: object = None) -> None:
+        _DEVICE[0].stream.synchronize()
+
+
+class _ModuleWithStreams(_Module):
+    """torch.fake, of a device with streams."""
+
+    Stream = Stream
 
     @staticmethod
     def current_stream(device: object = None) -> Stream:
@@ -295,6 +315,3 @@ class _Module(_DummyBackendModule):
             yield
         finally:
             _DEVICE[0].stream = before
-
-
-_Module.Stream, _Module.Event = Stream, Event

@@ -15,11 +15,14 @@ from tests.engine.test_masters import engine_of
 from tests.engine.test_rounds import Losing
 from tests.fake_device import FakeDevice, FakeTensor
 from tests.processes import run_replicas
+from tests.rendezvous.replicas import new_model
 from tests.wire.cases import sealed
 from torch import nn
 
 import diloco
 from diloco.exchange.transport import Channel
+from diloco.outer.digest import parameters_hash
+from diloco.rendezvous.replay import replayed
 
 CASES = [
     Case(P=3, H=6, T=20, tau=2, wire="e3m0"),
@@ -57,7 +60,7 @@ def trained(case: Case, device: FakeDevice | None) -> tuple[list[list[bytes]], d
 
     def recorded(payloads, tag):
         if tag.channel is Channel.PAYLOAD:
-            sent[tag] = {replica: payload.numpy().tobytes() for replica, payload in payloads.items()}
+            sent[tag] = {replica: payload.cpu().numpy().tobytes() for replica, payload in payloads.items()}
         return start(payloads, tag)
 
     if dist.get_world_size() > 1:
@@ -68,7 +71,7 @@ def trained(case: Case, device: FakeDevice | None) -> tuple[list[list[bytes]], d
         if device is not None:
             device.clear()
         num_merged += len(engine.step())
-        if device is not None:
+        if device is not None and device.has_streams:
             check_counts(device, case, num_sent=len(due.send), num_merged=len(due.merge))
         history.append(values(model))
     num_merged += len(engine.finish())
@@ -86,11 +89,11 @@ def check_counts(device: FakeDevice, case: Case, *, num_sent: int, num_merged: i
         assert not device.to_host
 
 
-def bits_of_both(cases: list[Case]) -> list[bool]:
+def bits_of_both(cases: list[Case], like_apples: bool = False) -> list[bool]:
     equal = []
     for case in cases:
         expected = trained(case, None)
-        with FakeDevice() as device:
+        with FakeDevice(like_apples=like_apples) as device:
             equal.append(trained(case, device) == expected)
     return equal
 
@@ -99,6 +102,39 @@ def bits_of_both(cases: list[Case]) -> list[bool]:
 def test_the_bits_are_those_of_a_cpu_and_the_host_never_waits(M):
     cases = CASES if M == 2 else [replace(case, tau=0) for case in CASES[:2]]
     assert run_replicas(bits_of_both, M, cases) == [[True] * len(cases)] * M
+
+
+def test_the_bits_are_those_of_a_cpu_on_a_device_without_streams_and_fp64():
+    assert run_replicas(bits_of_both, 2, CASES, True) == [[True] * len(CASES)] * 2
+
+
+def alone_in(folder: str, like_apples: bool) -> str:
+    """Train alone in a store, on the device: the hash of Θ."""
+    with FakeDevice(like_apples=like_apples) as device:
+        model = device.on_device(new_model())
+        run = diloco.StoreRendezvous(folder, name="a", poll_seconds=0.004, timeout_seconds=20.0)
+        engine = diloco.StreamingDiLoCo(
+            model,
+            fragments=diloco.sequential(model, layers_per_fragment=1),
+            schedule=diloco.Schedule(sync_every=6, num_fragments=3, overlap_steps=1),
+            wire="e3m0",
+            rendezvous=run,
+        )
+        for t in range(1, 31):
+            learn(model, 0, t)
+            engine.step(tokens=8)
+            time.sleep(0.005)
+        engine.finish(close=True)
+        run.leave()
+        assert not device.races and run.state.num_outer >= 3
+        return engine.outer_hash()
+
+
+@pytest.mark.parametrize("like_apples", [False, True])
+def test_the_log_of_a_replica_on_a_device_gives_its_bits(like_apples: bool, tmp_path):
+    [digest] = run_replicas(alone_in, 1, str(tmp_path), like_apples)
+    replay = replayed(str(tmp_path), initial=lambda facts: dict(new_model().named_parameters()))
+    assert parameters_hash(replay.parameters()) == digest
 
 
 def wait_for_sends(engine: diloco.StreamingDiLoCo) -> None:

@@ -122,6 +122,7 @@ def test_what_needs_a_gpu_is_refused_without_one(tiny, streaming, monkeypatch, i
     for changes, sentence in (
         ({"diloco": replace(asked.diloco, offload=True)}, r"diloco.offload spares a GPU's memory"),
         ({"device": "cuda"}, "device=cuda, but torch finds no GPU here"),
+        ({"device": "mps"}, "device=mps, but torch finds no Apple GPU here"),
     ):
         with pytest.raises(UserError, match=sentence):
             prepare_run(replace(asked, **changes), resume=streaming if is_resume else None)

@@ -85,7 +85,7 @@ def names(state) -> list[str]:
     return [name for name, _ in state.model.named_parameters()]
 
 
-def on_the_fake_device() -> tuple[list[float], list[str], list[list[int]], list[str], list[int]]:
+def on_the_fake_device(like_apples: bool) -> tuple[list[float], list[str], list[list[int]], list[str], list[int]]:
     """A replica on the device: losses, the host's waits, copies off the device, races, and steps that ended late.
 
     A step is late if the host waits there for operations that came after its own.
@@ -95,7 +95,7 @@ def on_the_fake_device() -> tuple[list[float], list[str], list[list[int]], list[
     def build_there(model: DecoderConfig, *, seed: int) -> torch.nn.Module:
         return device.on_device(build(model, seed=seed))
 
-    with FakeDevice() as device, patch.object(DecoderConfig, "build", build_there):
+    with FakeDevice(like_apples=like_apples) as device, patch.object(DecoderConfig, "build", build_there):
         world = replace(alone(config.precision), device=device.device)
         state, begun, losses, waits, copies = initial_state(config, world), deque(), [], [], []
         training, late = device.stream, []
@@ -123,8 +123,10 @@ def test_a_step_on_a_gpu_is_begun_without_a_wait():
     for step in range(1, LAST + 1):
         begun = begin(state, batch_of(config, step), config, world)
         expected.append(end_step(begun, state, world, since=0.0).loss)
-    [(losses, waits, copies, races, late)] = run_replicas(on_the_fake_device, 1)
+    [(losses, waits, copies, races, late)] = run_replicas(on_the_fake_device, 1, False)
     assert losses == pytest.approx(expected, rel=1e-4)
+    [(on_apples, *_)] = run_replicas(on_the_fake_device, 1, True)
+    assert on_apples == pytest.approx(losses, rel=1e-6)
     assert not waits and not races and not late
     assert [step for step, num in enumerate(copies, start=1) if num] == [5, 6, 8, 10, 11, 13]
     assert set(map(len, copies)) == {0, 1}

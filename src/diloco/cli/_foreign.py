@@ -96,7 +96,7 @@ SENTENCES = {
 }
 """The flags of other programs that another flag does not simply replace, and what to do; in braces: numbers."""
 VALUES = {
-    "device": {"gpu": "cuda", "mps": "cpu"},
+    "device": {"gpu": "cuda", "metal": "mps"},
     "precision": {
         **dict.fromkeys(("16", "16-mixed", "amp", "bfloat16", "bf16-mixed", "fp16", "half", "mixed"), "bf16"),
         **dict.fromkeys(("32", "float32", "full"), "fp32"),

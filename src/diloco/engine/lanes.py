@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from diloco.wire.kernels.memory import mark, pinned_copy
+from diloco.wire.kernels.memory import has_streams, mark, pinned_copy
 
 T = TypeVar("T")
 
@@ -93,6 +93,14 @@ class DeviceLane:
         return tensor
 
 
+class WaitingLane(DeviceLane):
+    """A GPU without streams, such as Apple's: training waits for the copies to the host."""
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy in the host's memory."""
+        return tensor.cpu()
+
+
 class StreamLane(DeviceLane):
     """A stream beside that of training, on a GPU."""
 
@@ -127,6 +135,6 @@ def device_lane(device: torch.device, sent_from: torch.device) -> DeviceLane:
 
     Payloads that are sent from a GPU's own memory are sent in order, by the training loop: it waits for them.
     """
-    if device.type == "cpu" or sent_from.type != "cpu" or not hasattr(torch.get_device_module(device), "Stream"):
+    if device.type == "cpu" or sent_from.type != "cpu":
         return DeviceLane()
-    return StreamLane(device)
+    return StreamLane(device) if has_streams(device) else WaitingLane()

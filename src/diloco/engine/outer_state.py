@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diloco.outer.digest import outer_digest
-from diloco.wire.kernels.memory import empty
+from diloco.wire.kernels.memory import empty, has_streams
 
 OUTER, ERROR = "outer", "error"
 """The kinds of vectors that are not slots of a rule: Θ, and the error e of error feedback."""
@@ -44,7 +44,7 @@ class OuterState:
         for kind in slots:
             self._home[kind] = [self._at_home_like(home_N) for home_N in homes]
         self._home[ERROR] = [self._at_home_like(home_N) for home_N in homes if with_error]
-        is_far = offload and self._device.type != "cpu"
+        is_far = offload and has_streams(self._device)
         self._module: Any = torch.get_device_module(self._device) if is_far else None
         self._stream: Any = self._module.Stream(self._device) if is_far else None
         self._visiting: dict[tuple[str, int], tuple[Tensor, Any]] = {}
@@ -120,7 +120,7 @@ class OuterState:
     def _fetch(self, kind: str, fragment: int) -> None:
         home_N = self._home[kind][fragment]
         if self._stream is None:
-            self._visiting[kind, fragment] = home_N.clone(), None
+            self._visiting[kind, fragment] = home_N.to(self._device, copy=True), None
             return
         with self._module.stream(self._stream):
             vector_N = home_N.to(self._device, non_blocking=True)

@@ -165,7 +165,7 @@ def _score(model: LanguageModel, group: list[_Part], device: torch.device) -> li
         following_RxUxV = model(targets_RxU1[:, :-1], cache.select(rows_R))
         logits_RxU1xV = torch.cat([logits_RxU1xV, following_RxUxV], dim=1)
     log_p_RxU1xV = logits_RxU1xV.float().log_softmax(dim=-1)
-    chosen_RxU1 = log_p_RxU1xV.gather(-1, targets_RxU1[..., None]).squeeze(-1).double().cpu()
+    chosen_RxU1 = log_p_RxU1xV.gather(-1, targets_RxU1[..., None]).squeeze(-1).cpu().double()
     greedy_RxU1 = (log_p_RxU1xV.argmax(dim=-1) == targets_RxU1).cpu()
     lengths = [len(continuation) for *_, continuation in group]
     return [

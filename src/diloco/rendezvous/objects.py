@@ -50,7 +50,7 @@ from diloco.rendezvous.log.log import FOR_EVER, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState, SnapshotRef
 from diloco.rendezvous.store import BadObjectError, Store
 from diloco.schema import Count, decoded
-from diloco.wire.kernels.memory import empty
+from diloco.wire.kernels.memory import empty, widest
 from diloco.wire.payload import Codec, Key, base_of, is_finite, plain
 
 if TYPE_CHECKING:
@@ -234,8 +234,8 @@ def _decode(codec: Codec, payload: Tensor, to_S: Tensor, key: Key, *, source: st
 
 def norm_of(vector_N: Tensor) -> float:
     """‖vector‖₂, summed in FP64: no finite FP32 vector makes it infinite."""
-    # Devices other than GPUs of CUDA may have no FP64.
-    pieces = (vector_N if vector_N.is_cuda else vector_N.cpu()).split(_ELEMENTS_AT_ONCE)
+    has_fp64 = widest(vector_N.device) == torch.float64
+    pieces = (vector_N if has_fp64 else vector_N.cpu()).split(_ELEMENTS_AT_ONCE)
     return math.sqrt(math.fsum(torch.stack([piece.double().square_().sum() for piece in pieces]).tolist()))
 
 

@@ -14,17 +14,24 @@ def chosen_device(asked: str, local_rank: int, *, shares: bool) -> torch.device:
     """The device of a process, by its number on this machine; a GPU becomes the current one.
 
     Args:
-        asked: auto, cpu or cuda; auto is cuda where there is a GPU.
+        asked: auto, cpu, cuda or mps; auto is cuda where there is such a GPU.
         local_rank: the number.
         shares: True if several processes may have the same GPU.
 
     Raises:
-        UserError: if there is no GPU, or too few.
+        UserError: if there is no such GPU, or too few.
     """
-    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+    check_there(asked)
+    if asked == "mps":
+        if not shares:
+            raise UserError(
+                "device=mps with data_parallel or a replica of several processes: torch sends nothing from an "
+                "Apple GPU; take one process per replica, or device=cpu",
+                *("device", "method", "shards_per_replica", "ddp_per_replica"),
+            )
+        return torch.device("mps")
+    if asked == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UserError("device=cuda, but torch finds no GPU here: set device=cpu", "device")
     num_gpus, num_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if num_local > num_gpus and not shares:
         raise UserError(
@@ -37,12 +44,26 @@ def chosen_device(asked: str, local_rank: int, *, shares: bool) -> torch.device:
     return device
 
 
+def check_there(asked: str) -> None:
+    """Refuse a device that this machine does not have.
+
+    Raises:
+        UserError: naming it.
+    """
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda, but torch finds no GPU here: set device=cpu", "device")
+    if asked == "mps" and not torch.backends.mps.is_available():
+        raise UserError("device=mps, but torch finds no Apple GPU here: set device=cpu", "device")
+
+
 def use_autocast(precision: str, device: torch.device) -> bool:
     """True if the forward pass runs in bfloat16 autocast on a device, for a config's `precision`."""
     if precision != "auto":
         return precision == "bf16"
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "mps":  # not tried yet: only where it is asked for
+        return False
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch lack it
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
@@ -85,6 +106,12 @@ def flops_of(name: str) -> float | None:
     (989000000000000.0, 756000000000000.0, None)
     """
     return next((flops for part, flops in DENSE_BF16_FLOPS.items() if part in name), None)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done all that was queued there."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
 
 
 def machine_name(device: torch.device) -> str:

@@ -26,7 +26,7 @@ from diloco.training.config.engine_settings import check
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolve, resolved
 from diloco.training.data_parallel import DataParallel
-from diloco.training.hardware import chosen_device
+from diloco.training.hardware import chosen_device, wait_for
 from diloco.training.loop import open_batches, open_training_text
 from diloco.training.optimizer import inner_optimizer, learning_rate
 from diloco.training.prepare import prepare_run
@@ -107,8 +107,7 @@ def _step_seconds(config: TrainConfig, world: World) -> float:
     while len(seconds) < 5 or (len(seconds) < _MOST_STEPS and max(share(world.everyone, sum(seconds), float)) < 5):
         start = time.perf_counter()
         inner_step(state, batch, world, 0.0)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait_for(world.device)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[2:])
 
@@ -292,8 +291,7 @@ def shortest_seconds(work: Callable[[], object], device: torch.device) -> float:
     while len(seconds) < 20 and (len(seconds) < 4 or sum(seconds) < 0.5):
         start = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait_for(device)
         seconds.append(time.perf_counter() - start)
         if seconds[-1] > 2:
             break

@@ -30,6 +30,7 @@ from diloco.training.config.resolve import (
     with_budget,
     with_method_values,
 )
+from diloco.training.hardware import check_there
 from diloco.training.processes import under_a_launcher
 from diloco.training.records.runs import check_text, check_unclaimed, resume_config
 from diloco.training.records.summary import open_held_out
@@ -222,9 +223,8 @@ def _check_device(asked: TrainConfig) -> None:
     """Refuse settings that need a GPU, where replicas are processes of this machine and it has none."""
     if under_a_launcher() or torch.cuda.is_available():
         return
-    if asked.device == "cuda":
-        raise UserError("device=cuda, but torch finds no GPU here: set device=cpu", "device")
-    if asked.diloco.offload:
+    check_there(asked.device)
+    if asked.diloco.offload and asked.device != "mps":
         raise UserError(
             "diloco.offload spares a GPU's memory, and torch finds no GPU here: turn it off", "diloco.offload"
         )

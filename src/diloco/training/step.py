@@ -23,7 +23,7 @@ from diloco.training.hardware import peak_memory_bytes
 from diloco.training.records.metrics import StepMetrics, describe
 from diloco.training.state import Synchronizer, TrainState
 from diloco.training.world import World
-from diloco.wire.kernels.memory import begin_to_host, to_device
+from diloco.wire.kernels.memory import begin_to_host, to_device, widest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,5 +204,6 @@ def gradients(state: TrainState, batch: np.ndarray, world: World) -> Tensor:
     for parameter in state.frozen(state.step + 1):
         parameter.grad = None
     grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), state.inner.clip_norm)
-    loss = world.group.reduce(torch.stack(losses).mean().double()) / world.num_ranks
-    return torch.stack([loss, gathered(grad_norm).double()])
+    dtype = widest(world.device)
+    loss = world.group.reduce(torch.stack(losses).mean().to(dtype)) / world.num_ranks
+    return torch.stack([loss, gathered(grad_norm).to(dtype)])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diloco.errors import NonFiniteError, PayloadError, UserError
 from diloco.wire.formats import BASE_BYTES, HEADER_BYTES, VERSION, Format
-from diloco.wire.kernels.memory import empty, recycled_bytes
+from diloco.wire.kernels.memory import empty, has_streams, recycled_bytes
 
 
 def checksum(*parts: bytes | Tensor) -> int:
@@ -320,7 +320,7 @@ def base_of(payload: Tensor) -> int:
 def plain(vector: Tensor, device: torch.device) -> Tensor:
     """A vector on a device, contiguous and aligned for elements of 4 bytes: itself where it is so, or a copy."""
     # To a GPU without a wait, if the vector lies in pinned memory.
-    vector = vector.to(device, non_blocking=device.type != "cpu").contiguous()
+    vector = vector.to(device, non_blocking=has_streams(device)).contiguous()
     misaligned = vector.data_ptr() % 4 or vector.storage_offset() * vector.itemsize % 4
     return vector.clone() if misaligned else vector
 

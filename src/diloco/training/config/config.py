@@ -390,10 +390,11 @@ class TrainConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     num_connections: int = field(default=1, metadata=trait(may_change_on_resume=True))
     """TCP connections between two replicas; several fill a long link that loses packets."""
-    device: Literal["auto", "cpu", "cuda"] = field(
+    device: Literal["auto", "cpu", "cuda", "mps"] = field(
         default="auto", metadata=trait(own_to_a_replica=True, may_change_on_resume=True)
     )
-    """Device on which the replicas compute; auto is cuda where there is a GPU."""
+    """Device on which the replicas compute: cuda for GPUs of NVIDIA and AMD, mps for Apple's, which no run has
+    used yet; auto is cuda where there is such a GPU, else cpu."""
     precision: Literal["auto", "bf16", "fp32", "bf16-params"] = field(
         default="auto", metadata=trait(own_to_a_replica=True)
     )

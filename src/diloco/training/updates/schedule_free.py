@@ -7,6 +7,7 @@ from torch import Tensor
 
 from diloco.engine.parameters import local
 from diloco.training.updates.update import State, Update
+from diloco.wire.kernels.memory import widest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class ScheduleFree(Update):
     def state(self, parameter: Tensor) -> State:
         """Steps t, Σ η², v and u."""
         scalars = {
-            name: torch.zeros((), dtype=torch.float64, device=parameter.device)
+            name: torch.zeros((), dtype=widest(parameter.device), device=parameter.device)
             for name in ("step", "rate_squares")
         }
         return {**scalars, **{name: torch.zeros_like(parameter.detach()) for name in ("exp_avg_sq", "ahead")}}

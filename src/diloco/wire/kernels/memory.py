@@ -48,11 +48,21 @@ def _keep(memory: np.ndarray) -> None:
     _spare[:] = [memory]
 
 
+def has_streams(device: torch.device) -> bool:
+    """True for a device whose work can be queued on several streams: not for a CPU, nor for Apple's GPUs."""
+    return device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream")
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """FP64 on a CPU and on GPUs of CUDA, FP32 on others, which may have no FP64: Apple's have none."""
+    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device, without a wait for what a GPU has to do before."""
     if device.type == "cuda":
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=has_streams(device))
 
 
 def begin_to_host(tensor: Tensor) -> Callable[[], Tensor]:
@@ -62,9 +72,9 @@ def begin_to_host(tensor: Tensor) -> Callable[[], Tensor]:
     """
     if tensor.device.type == "cpu":
         return lambda: tensor
-    module = torch.get_device_module(tensor.device)
-    if not hasattr(module, "Stream"):
+    if not has_streams(tensor.device):
         return tensor.cpu
+    module = torch.get_device_module(tensor.device)
     copy, wait = pinned_copy(tensor), mark(tensor.device, module.current_stream(tensor.device))
 
     def read() -> Tensor:
