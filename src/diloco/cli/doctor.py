@@ -137,7 +137,7 @@ def _gpu(part: str) -> Finding:
         built = torch.version.cuda or torch.version.hip or "CPUs"
         return Finding(part, "broken", f"this torch, built for {built}, can't use it: see pytorch.org/get-started")
     if torch.backends.mps.is_available():
-        return Finding(part, "absent", "Apple's is not used: replicas train on the CPU")
+        return Finding(part, "good", "Apple's, with --device mps: no run has tried it")
     return Finding(part, "absent", "replicas train on the CPU")
 
 
