@@ -122,7 +122,7 @@ def _compiler(part: str) -> Finding:
         answer = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=20, check=True)
         return Finding(part, "good", answer.stdout.splitlines()[0])
     except OSError as error:
-        return Finding(part, "absent", f"{error}; torch.compile and Triton need one, a wheel's native code none")
+        return Finding(part, "absent", f"{error}; torch.compile needs one")
 
 
 def _gpu(part: str) -> Finding:
