@@ -116,6 +116,7 @@ def environment(
     subprocess.run([python, "-m", "venv", folder / "env"], check=True)
     bare = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CC")}
     pip = [folder / "env/bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip += ["--constraint", ROOT / "constraints.txt"]
     began, before = time.perf_counter(), os.times()
     for some in filter(None, (others, words)):
         subprocess.run([*pip, *some], check=True, env=bare)
