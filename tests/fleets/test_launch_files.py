@@ -33,9 +33,7 @@ def test_skypilot_reads_the_task(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("default")
 def test_the_command_that_launches_is_one_of_skypilots(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    pytest.importorskip("sky")
-    from sky.client.cli.command import cli
-
+    cli = pytest.importorskip("sky.client.cli.command").cli
     plan = planned(fleet_of(tmp_path, STORE + MACHINES), "skypilot", tmp_path / "run")
     for command in (
         *plan.commands,
