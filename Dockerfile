@@ -31,8 +31,8 @@ FROM base
 ARG DEVICE=cpu
 COPY constraints.txt /src/
 RUN pip install --no-cache-dir --constraint /src/constraints.txt \
-    --index-url https://download.pytorch.org/whl/${DEVICE} --extra-index-url https://pypi.org/simple torch
-COPY LICENSE README.md pyproject.toml /src/
+    --extra-index-url https://download.pytorch.org/whl/${DEVICE} torch
+COPY LICENSE README.md hatch_build.py pyproject.toml /src/
 COPY src /src/src
 RUN pip install --no-cache-dir --constraint /src/constraints.txt '/src[train,store]'
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
