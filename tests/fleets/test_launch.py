@@ -1,7 +1,9 @@
 """Launches on this machine, and what each engine would be sent."""
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -112,7 +114,15 @@ def test_three_replicas_train_on_this_machine_and_one_is_stopped_and_back(small_
     main(["launch", str(fleet), "--on", "local", "--output", str(directory)])
     wait(lambda: min(num_steps(tmp_path, name) for name in NAMES) >= 10)
     main(["launch", "resize", str(directory), "a=1"])
+    jobs = json.loads((directory / "launch.json").read_text())["jobs"]
+    others = [int(jobs[name].split()[0]) for name in ("a-0", "b-0")]
+    for group in others:  # the run is not to end before the third is back
+        os.killpg(group, signal.SIGSTOP)
     main(["launch", "resize", str(directory), "a=2"])
+    before = num_steps(tmp_path, "a-1")
+    wait(lambda: num_steps(tmp_path, "a-1") > before)
+    for group in others:
+        os.killpg(group, signal.SIGCONT)
     wait(lambda: set(states(directory).values()) == {"finished"}, explain=lambda: states(directory))
     check_run(tmp_path, interrupted="a-1", said_so=True)
     capsys.readouterr()
