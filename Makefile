@@ -74,6 +74,7 @@ WITHOUT_TORCH ?=
 .PHONY: release
 release: env
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[release]'
+	WHEEL_OPTIMIZATION=-O3 $(BIN)/pytest tests/test_packaging.py
 	$(BIN)/python release.py --pythons $(PYTHONS) --without-torch $(WITHOUT_TORCH)
 
 .PHONY: site

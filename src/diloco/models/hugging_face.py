@@ -28,7 +28,9 @@ class HuggingFaceModel(LanguageModel):
         super().__init__()
         self.model = model
         takes = inspect.signature(_whole(model).forward).parameters
-        self._has_cache = "past_key_values" in takes and not getattr(_whole(model), "_is_stateful", False)
+        is_recurrent = getattr(_whole(model), "_is_stateful", False)
+        names = () if is_recurrent else ("cache", "past_key_values")  # from transformers 5.24 on, and before
+        self._cache_name = next((name for name in names if name in takes), None)
         self._uses_cache = "use_cache" in takes
         self.register_state_dict_post_hook(_drop_what_is_not_trained)
         self.train()
@@ -47,12 +49,13 @@ class HuggingFaceModel(LanguageModel):
         """The logits (B, T, V) of the next token at each position; with a cache, they follow those before."""
         options: dict[str, Any] = {"use_cache": cache is not None} if self._uses_cache else {}
         if cache is not None:
-            options["past_key_values"] = cache.values
+            assert self._cache_name is not None, "there is no cache"
+            options[self._cache_name] = cache.values
         return self.model(input_ids=tokens_BxT, **options).logits
 
     def new_cache(self) -> "HuggingFaceCache | None":
         """An empty cache; None for a recurrent model."""
-        if not self._has_cache:
+        if self._cache_name is None:
             return None
         from transformers.cache_utils import DynamicCache
 
