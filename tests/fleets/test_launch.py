@@ -118,11 +118,13 @@ def test_three_replicas_train_on_this_machine_and_one_is_stopped_and_back(small_
     others = [int(jobs[name].split()[0]) for name in ("a-0", "b-0")]
     for group in others:  # the run is not to end before the third is back
         os.killpg(group, signal.SIGSTOP)
-    main(["launch", "resize", str(directory), "a=2"])
-    before = num_steps(tmp_path, "a-1")
-    wait(lambda: num_steps(tmp_path, "a-1") > before)
-    for group in others:
-        os.killpg(group, signal.SIGCONT)
+    try:
+        main(["launch", "resize", str(directory), "a=2"])
+        before = num_steps(tmp_path, "a-1")
+        wait(lambda: num_steps(tmp_path, "a-1") > before)
+    finally:
+        for group in others:
+            os.killpg(group, signal.SIGCONT)
     wait(lambda: set(states(directory).values()) == {"finished"}, explain=lambda: states(directory))
     check_run(tmp_path, interrupted="a-1", said_so=True)
     capsys.readouterr()
