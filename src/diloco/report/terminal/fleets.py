@@ -121,8 +121,8 @@ def fleet_plan_parts(
     if has_limits:
         place, name = ("on each", ", without its name,") if plan.store else ("with the same settings on all", "")
         yield (
-            f"\nStart it {place} of these machines, or by diloco launch: it is{name} the command of [launch] in a file "
-            "with these counts:"
+            f"\nStart it {place} of these machines, or by diloco launch: it is{name} the command of [launch] in a "
+            "file with these counts:"
         )
         yield f"    {command(plan)} {flags(plan.train_settings)}"
 
