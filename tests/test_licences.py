@@ -11,7 +11,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NOT_FOR_USERS = {"dev", "docs", "peers", "wheels"}
+NOT_FOR_USERS = {"dev", "docs", "peers", "release"}
 PERMISSIVE = re.compile(
     r"apache|bsd|mit|expat|isc|zlib|cc0|psf|python software foundation|unlicense|hpnd|0bsd|public domain|cnri",
     re.IGNORECASE,

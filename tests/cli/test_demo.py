@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 import urllib.request
 from contextlib import suppress
@@ -53,6 +54,15 @@ def test_a_replica_is_killed_and_comes_back_and_nothing_is_left(tmp_path):
     spot.read()
     assert run_facts(spot)["outer hash"] in done.stdout
     assert not processes_in(tmp_path)
+
+
+def test_without_the_library_of_stores_nothing_is_started(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(SystemExit, match="2"):
+        main(COMMAND)
+    assert capsys.readouterr().err == "diloco: obstore is not installed: run pip install 'diloco[store]'\n"
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 import json
+import re
 import sys
 from email.message import Message
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +68,23 @@ def test_what_is_installed_and_broken_ends_with_1(capsys, monkeypatch, tmp_path)
     findings = parts(capsys, str(tmp_path / "file"))
     assert "obstore" in findings["store"]["text"] and "nowhere0 is no interface" in findings["network"]["text"]
     assert findings["network"]["state"] == "broken"
+
+
+def test_a_part_with_two_faults_is_named_once(capsys, monkeypatch):
+    for library in ("obstore", "cryptography"):
+        monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(SystemExit, match="1"):
+        main(["doctor"])
+    printed = capsys.readouterr()
+    assert printed.out.count("! store") == 2 and printed.err == "diloco: store can't work as it is\n"
+
+
+def test_the_versions_of_torch_are_those_of_the_page_on_versions():
+    page = Path(__file__).parents[2] / "docs" / "reference" / "versions.md"
+    row = re.search(r"^\| torch \| ([\d., ]+) \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert row is not None
+    tried = [tuple(map(int, version.split(".")[:2])) for version in row[1].split(", ")]
+    assert (min(tried), max(tried)) == (doctor.OLDEST_TORCH, doctor.NEWEST_TORCH)
 
 
 def test_without_a_compiler_native_code_is_absent_or_comes_from_a_wheel(capsys, monkeypatch):

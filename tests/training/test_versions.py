@@ -156,6 +156,20 @@ def rendezvous_of(replica: int, run: str) -> SimpleNamespace:
     return SimpleNamespace(replica=replica, is_closed=True, state=state)
 
 
+def test_files_that_can_not_be_read_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def files_of(config: object) -> dict[str, bytes]:
+        raise UserError("the tokenizer is gone")
+
+    monkeypatch.setattr("diloco.training.versions.files_of", files_of)
+    engine = diloco.StreamingDiLoCo(Net(), sync_every=6, exchange=diloco.LoopbackExchange())
+    publisher = publisher_of(engine, tmp_path / "place")
+    assert publisher._thread is not None
+    publisher._thread.join()
+    with pytest.raises(UserError, match="the tokenizer is gone"):
+        publisher.after(1, engine.step())
+    publisher.close()
+
+
 def test_a_place_with_newer_versions_of_another_run_ends_the_run(tmp_path: Path) -> None:
     with diloco.Publisher(str(tmp_path / "place")) as publisher:
         publisher.publish(Net(), step=1000)

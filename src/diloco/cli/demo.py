@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from diloco.cli._command import call, train_command
 from diloco.errors import DilocoError
-from diloco.files import num_cores
+from diloco.files import num_cores, require
 from diloco.training.config.config import TrainConfig
 from diloco.training.processes import SIGNALS, Ancestor, Call
 from diloco.units import Amount, Rate, rate
@@ -64,6 +64,7 @@ def _demo(
         store: The place in which they meet, a directory or a URL of a bucket; left out, a new directory in runs/.
         browser: Open the live page in a browser, where there is a display.
     """
+    require("obstore", extra="store")  # before anything is started
     name = _free_name()
     url = store or str(TrainConfig.runs / f"{name}-store")
     directories = {each: TrainConfig.runs / f"{name}-{each}" for each in _NAMES}

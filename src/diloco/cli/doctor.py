@@ -24,12 +24,10 @@ from diloco.version import __version__
 
 HELP = "what is fast on this machine, what is missing, and how to get it: diloco doctor [URL]"
 ORDER = 10
-OLDEST_TORCH, NEWEST_TORCH = (2, 9), (2, 13)
+OLDEST_TORCH, NEWEST_TORCH = (2, 9), (2, 14)
 """The versions of torch with which the tests ran."""
 _IMPORTED = ("train", "store")
 """Extras whose libraries are imported to see that they work; others take seconds."""
-
-
 _NOT_FOR_USERS = ("all", "dev", "docs", "peers", "release")
 
 
@@ -54,7 +52,7 @@ def run(arguments: list[str]) -> None:
         print(json.dumps({"version": __version__, "parts": [dataclasses.asdict(one) for one in findings]}))
     else:
         print("\n".join(_screen(findings)))
-    if broken := [one.part for one in findings if one.state == "broken"]:
+    if broken := dict.fromkeys(one.part for one in findings if one.state == "broken"):
         raise DilocoError(f"{', '.join(broken)} can't work as it is")
 
 

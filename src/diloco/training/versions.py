@@ -163,13 +163,13 @@ class RunPublisher:
 
     def _publish(self, tensors: Mapping[str, Tensor], step: int, facts: dict[str, Any]) -> None:
         assert self._publisher is not None, "this process publishes"
-        files = None if self._has_published else files_of(self.config)
         if (rendezvous := self.world.rendezvous) is not None:
             state = rendezvous.state
             self._publisher.share_with([*state.allowed, *(member.key for member in state.members)])
             facts["log"] = state.run
         named = {self.config.model.published_name(name): tensor for name, tensor in tensors.items()}
         try:
+            files = None if self._has_published else files_of(self.config)
             version = self._publisher.publish(named, step=step, facts=facts, files=files)
         except CancelledError:
             pass  # the run ends
