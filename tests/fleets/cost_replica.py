@@ -34,7 +34,8 @@ def live(
         settings: combine, and those of `StoreRendezvous`.
 
     Returns:
-        creates, gets, bytes_up, bytes_down, seconds and each outer step's contributors, from `first` to `last`.
+        creates, gets, bytes_up, bytes_down, seconds and each outer step's contributors, from `first` to `last`;
+        and the most seconds by which a step was late.
     """
     torch.set_num_threads(1)
     os.environ.update(variables)
@@ -58,10 +59,11 @@ def live(
     before = _usage(rendezvous)
     if first == 0:
         before = dict.fromkeys(before, 0.0) | {"seconds": before["seconds"]}
-    next_at = time.monotonic()
+    next_at, late = time.monotonic(), 0.0
     for step in range(1, last + 1):
         next_at += STEP_SECONDS
         time.sleep(max(0.0, next_at - time.monotonic()))
+        late = max(late, time.monotonic() - next_at)
         with torch.no_grad():
             for parameter in model:
                 parameter[:64] += 0.01 * torch.randn(64, generator=generator)
@@ -71,7 +73,7 @@ def live(
             before, members = _usage(rendezvous), []
     after = _usage(rendezvous)
     rendezvous.leave()
-    return {key: after[key] - before[key] for key in after} | {"members": members}
+    return {key: after[key] - before[key] for key in after} | {"members": members, "late": late}
 
 
 async def _wait_for_an_index(url: str) -> None:

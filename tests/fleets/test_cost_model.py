@@ -31,13 +31,22 @@ CASES = {"gather": (1, 0), "shares": (3, 0), "a joiner": (1, 1)}
 """Number of shares, and of replicas that join when three have begun."""
 
 
-@pytest.mark.slow
-def test_requests_and_bytes_are_within_5_percent_of_those_that_replicas_count(seaweedfs: Server) -> None:
+def _counted(server: Server) -> dict[str, list[dict[str, Any]]]:
+    """What the replicas of each case count; measured anew where the machine was too busy for their pace."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["tests.fleets.cost_replica", "diloco.rendezvous.store_rendezvous"])
     with ProcessPoolExecutor(10, mp_context=context) as processes:
-        runs = {case: _replicas(processes, seaweedfs, *numbers) for case, numbers in CASES.items()}
-        counted = {case: [answer.result() for answer in answers] for case, answers in runs.items()}
+        for _ in range(3):
+            runs = {case: _replicas(processes, server, *numbers) for case, numbers in CASES.items()}
+            counted = {case: [answer.result() for answer in answers] for case, answers in runs.items()}
+            if max(one["late"] for answers in counted.values() for one in answers) < POLL_SECONDS / 2:
+                return counted
+    pytest.skip("this machine is too busy: steps of 50 ms come late, and payloads with them")
+
+
+@pytest.mark.slow
+def test_requests_and_bytes_are_within_5_percent_of_those_that_replicas_count(seaweedfs: Server) -> None:
+    counted = _counted(seaweedfs)
     for case, (num_shares, joins) in CASES.items():
         sums = {name: sum(one[name] for one in counted[case]) for name in Traffic.__dataclass_fields__}
         members = Counter(counted[case][0]["members"])

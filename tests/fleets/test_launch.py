@@ -1,9 +1,12 @@
 """Launches on this machine, and what each engine would be sent."""
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ import yaml
 from tests.fleets.cases import NAMES, check_run, num_steps, wait, write_fleet
 
 from diloco.cli.main import main
-from diloco.errors import FileError, UserError
+from diloco.errors import DilocoError, FileError, UserError
 from diloco.fleets.fleet_file import Fleet, read_launch
 from diloco.fleets.launch import planned, resize, start, states, stop
 from diloco.fleets.yaml import yaml as written
@@ -89,6 +92,21 @@ def test_a_machine_whose_process_was_killed_is_lost_and_one_whose_setup_fails_ha
     wait(lambda: states(directory) == {"a-0": "failed"})
 
 
+def test_a_dry_run_leaves_a_launch_that_runs_alone(tmp_path):
+    directory, lines = tmp_path / "launch", ["touch here", "until [ -e go ]; do sleep 0.02; done"]
+    fleet = started(tmp_path, program="exit 0", count=1)
+
+    def prepared(*lines: str) -> Fleet:
+        return replace(fleet, launch=replace(fleet.launch, setup=lines))
+
+    start(prepared(*lines), "local", directory)
+    wait((tmp_path / "here").exists)
+    planned(prepared(*lines, "touch no", "exit 1"), "local", directory)
+    (tmp_path / "go").touch()
+    wait(lambda: states(directory) == {"a-0": "finished"}, explain=lambda: states(directory))
+    assert not (tmp_path / "no").exists()
+
+
 @pytest.mark.slow
 def test_three_replicas_train_on_this_machine_and_one_is_stopped_and_back(small_corpus, tmp_path, capsys):
     fleet = write_fleet(tmp_path, small_corpus, num_tokens=60_000)
@@ -96,7 +114,15 @@ def test_three_replicas_train_on_this_machine_and_one_is_stopped_and_back(small_
     main(["launch", str(fleet), "--on", "local", "--output", str(directory)])
     wait(lambda: min(num_steps(tmp_path, name) for name in NAMES) >= 10)
     main(["launch", "resize", str(directory), "a=1"])
+    jobs = json.loads((directory / "launch.json").read_text())["jobs"]
+    others = [int(jobs[name].split()[0]) for name in ("a-0", "b-0")]
+    for group in others:  # the run is not to end before the third is back
+        os.killpg(group, signal.SIGSTOP)
     main(["launch", "resize", str(directory), "a=2"])
+    before = num_steps(tmp_path, "a-1")
+    wait(lambda: num_steps(tmp_path, "a-1") > before)
+    for group in others:
+        os.killpg(group, signal.SIGCONT)
     wait(lambda: set(states(directory).values()) == {"finished"}, explain=lambda: states(directory))
     check_run(tmp_path, interrupted="a-1", said_so=True)
     capsys.readouterr()
@@ -199,7 +225,8 @@ def test_a_fixed_group_on_kubernetes_meets_at_its_first_pod(tmp_path):
     machines = MACHINES.replace("launch.spot = true", "launch.processes = 8").replace(
         "count = 1", "count = 1\nlaunch.processes = 8"
     )
-    text = f"launch = {{ command = 'diloco train laptop --num-replicas 3', image = 'image' }}\n{machines}"
+    command = "python3 -m diloco train laptop --num-replicas $REPLICAS"
+    text = f"launch = {{ command = '{command}', image = 'image', environment = {{ REPLICAS = '3' }} }}\n{machines}"
     plan = planned(fleet_of(tmp_path, text), "kubernetes", tmp_path / "run")
     service = yaml.safe_load(plan.files["service.yaml"])
     assert service["spec"]["clusterIP"] == "None"
@@ -240,10 +267,15 @@ from pathlib import Path
 with Path("calls").open("a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\\n")
 PREFIX = "batch.kubernetes.io/job-"
-if sys.argv[1] == "get":
+deleted = [json.loads(line)[2] for line in Path("calls").read_text().splitlines() if '["delete"' in line]
+if sys.argv[1:3] == ["get", "job"]:  # run-4090 has ended before
+    ended = dict(type="Failed", status="True")
+    print(json.dumps(dict(status=dict(conditions=[ended]))) if sys.argv[3] == "run-4090" else "")
+elif sys.argv[1] == "get":
     pods = [("0", "1", "Running"), ("0", "2", "Failed"), ("1", "1", "Succeeded")]
     items = [
         dict(
+            kind="Pod",
             metadata=dict(
                 labels={{PREFIX + "name": "run-a100", PREFIX + "completion-index": index}},
                 creationTimestamp=time,
@@ -252,6 +284,9 @@ if sys.argv[1] == "get":
         )
         for index, time, phase in pods
     ]
+    jobs = [] if "run-a100" in deleted else ["run-a100", "run-4090"]
+    items = [] if "run-a100" in deleted else items
+    items += [dict(kind="Job", metadata=dict(name=name)) for name in jobs]
     print(json.dumps(dict(items=items)))
 """
 SKY = """#!{python}
@@ -290,7 +325,8 @@ def test_the_engines_programs_are_called_and_their_answers_read(engine, program,
     if engine == "kubernetes":
         sizes = [json.loads(call[-1])["spec"] for call in calls if call[0] == "patch"]
         assert sizes == [{"parallelism": size, "completions": size} for size in (3, 1)]
-        assert [call[2] for call in calls if call[0] == "delete"] == ["run-a100", "run-4090"]
+        assert [call[2] for call in calls if call[0] == "delete"] == ["run-4090", "run-a100", "run-4090"]
+        assert set(states(tmp_path / "run").values()) == {"lost"}, "it may be launched again"
     else:
         cancelled = [call[-1] for call in calls if call[1] == "cancel"]
         assert cancelled == ["run-a100-1", "run-a100-2", "run-a100-0", "run-4090-0"]
@@ -312,6 +348,15 @@ def test_an_engine_that_refuses_or_is_not_there_says_so_and_what_was_accepted_is
     with pytest.raises(Exception, match="Slurm refuses sbatch --parsable --array=0: no such partition"):
         start(fleet, "slurm", tmp_path / "run")
     assert states(tmp_path / "run") == {"a100-0": "lost", "a100-1": "lost"}
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(
+        '#!/bin/bash\n[ "$1 $2" != "get jobs,pods" ] || echo \'{"items": []}\'\n'
+        'case "$1 $3" in apply*4090*) exit 1;; esac\n'
+    )
+    kubectl.chmod(0o755)
+    with pytest.raises(DilocoError, match="Kubernetes refuses kubectl apply --filename"):
+        start(fleet_of(tmp_path, 'launch.image = "i"\n' + STORE + MACHINES), "kubernetes", tmp_path / "pods")
+    assert stop(tmp_path / "pods") == ("a100-0", "a100-1")
 
 
 @pytest.mark.parametrize(
@@ -335,6 +380,16 @@ def test_an_engine_that_refuses_or_is_not_there_says_so_and_what_was_accepted_is
         ("diloco train laptop --rendezvous s3://b/r --name a", "", "local", "gives all replicas one name"),
         ("diloco train laptop --rendezvous s3://b/r", "launch.processes = 8", "slurm", "processes=8 is for"),
         ("cd there && diloco train laptop", "", "local", "must be one program"),
+        ("python", "", "local", "must be diloco train …, or python PROGRAM …"),
+        ("diloco train laptop\n--rendezvous s3://b/r", "", "local", "must be one line"),
+        ("A=1 diloco train laptop --rendezvous s3://b/r", "", "ray", "A=1 belongs to environment"),
+        (
+            "diloco train laptop --rendezvous s3://b/r",
+            "launch.skypilot = { region = 'us-east-1' }",
+            "skypilot",
+            "of which cloud",
+        ),
+        ("diloco train laptop --rendezvous s3://b/r", 'launch.arguments = "a\\nb"', "local", "must be one line"),
         ("./program", "", "local", "must be diloco train …, or python PROGRAM …"),
         ("diloco train 'laptop", "", "local", "command.*can't be read"),
     ],

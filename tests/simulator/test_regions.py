@@ -21,6 +21,12 @@ def test_without_failures_every_replica_counts_once_per_exchange() -> None:
     assert outcome.tokens_per_hour == pytest.approx(24 * 64 * 3600, rel=0.02)
 
 
+def test_machines_of_several_kinds_are_dealt_to_all_regions() -> None:
+    kinds = tuple(replace(HOME, name=str(count), count=count) for count in (1, 1, 3, 1))
+    outcome = in_regions(replace(RUN, machines=kinds), num_regions=6, num_outer_steps=40)
+    assert outcome.contributors == 6, "one machine per region"
+
+
 def test_traffic_is_that_of_all_stores() -> None:
     outcome = in_regions(RUN, num_regions=4, num_outer_steps=200)
     assert outcome.traffic is not None

@@ -167,7 +167,7 @@ def _plan_fleet(
         show(fleet_plan_parts(best, relaxations, command=_train, flags=_words))
         if best.plan is not None:
             show([_recipes_sentence(task.fleet.num_params)])
-    if picture is not None:
+    if picture is not None and best.pareto:
         from diloco.report.figures.fleets import draw_pareto
 
         for path in draw_pareto(best.pareto, picture):

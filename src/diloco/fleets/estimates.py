@@ -16,6 +16,7 @@ on from the last of the checkpoints, C seconds apart; C / (e^{λC} − 1) is the
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from diloco.rendezvous.prices import Prices, Traffic, run_traffic
 from diloco.simulator.churn import in_store
@@ -88,7 +89,7 @@ def group_overlap(run: FleetRun) -> int:
 
 def in_a_store(run: FleetRun) -> Forecast:
     """The forecast of a run over a store."""
-    seconds, rounds = _HOUR_SECONDS, 0.0
+    seconds = _HOUR_SECONDS
     fastest = min(kind.mean_step_seconds for kind in run.machines)
     counted = ideal = dollars = members = joins = 0.0
     for kind in run.machines:
@@ -148,6 +149,7 @@ def in_a_group(run: FleetRun) -> Forecast:
     )
 
 
+@lru_cache(maxsize=256)
 def simulated(run: FleetRun, *, is_in_store: bool, seed: int = 0) -> Forecast:
     """The same by the event simulation: of 100 outer steps of each fragment, or of 100 failures of a fixed group.
 

@@ -74,7 +74,11 @@ class KubernetesRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One machine of a kind, as each engine is asked for it."""
+    """One machine of a kind, as each engine is asked for it.
+
+    Raises:
+        UserError: if its arguments are not one line.
+    """
 
     spot: bool = False
     """True if it may be taken away at any time."""
@@ -90,6 +94,13 @@ class Request:
     """SkyPilot's."""
     kubernetes: KubernetesRequest = field(default_factory=KubernetesRequest)
     """Kubernetes'."""
+
+    def __post_init__(self) -> None:
+        """Refuse line breaks, at which bash would end the program's command."""
+        if "\n" in self.arguments:
+            raise UserError(
+                f"arguments={self.arguments!r:.200} must be one line: leave out the line breaks", "arguments"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +151,16 @@ class Program:
             raise UserError(
                 f"command={self.command!r:.200} must be one program: what comes before it belongs to setup",
                 *("command", "setup"),
+            )
+        if "\n" in self.command:
+            raise UserError(
+                f"command={self.command!r:.200} must be one line: leave out the line breaks",
+                "command",
+            )
+        if words[0].partition("=")[0].isidentifier() and "=" in words[0]:
+            raise UserError(
+                f"command={self.command!r:.200} must begin with a program: {words[0]} belongs to environment",
+                *("command", "environment"),
             )
         if self.is_train and self.value_of("name") not in (None, "$DILOCO_NAME"):
             raise UserError(
@@ -225,7 +246,7 @@ class Fleet:
                     "command a rendezvous, so that replicas may come and go",
                     *("spot", "command"),
                 )
-        if not program.is_train and words[0] not in ("python", "python3"):
+        if not program.is_train and (words[0] not in ("python", "python3") or len(words) == 1):
             raise UserError(
                 f"command={program.command!r:.200} has no rendezvous, and torchrun starts a fixed group: "
                 "it must be diloco train …, or python PROGRAM …",

@@ -51,25 +51,35 @@ class Kubernetes:
         return Plan(files=files, commands=tuple(commands))
 
     def submit(self, launch: Launch, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Apply what is planned."""
-        for command in self.plan(launch, names).commands:
-            asked(command, engine="Kubernetes")
-        for name in names:
-            yield name, f"{launch.name}-{kind_of(name)}/{index_of(name)}"
+        """Apply what is planned, kind by kind; a Job that has ended, of an earlier launch, is deleted first."""
+        for kind in dict.fromkeys(map(kind_of, names)):
+            added = [name for name in names if kind_of(name) == kind]
+            if not launch.of_kind(kind):
+                _delete_ended(f"{launch.name}-{kind}")
+            for command in self.plan(launch, added).commands:
+                asked(command, engine="Kubernetes")
+            for name in added:
+                yield name, f"{launch.name}-{kind}/{index_of(name)}"
 
     def states(self, launch: Launch) -> Mapping[str, State]:
-        """The phase of each index's newest pod; one without a pod waits."""
-        command = ("kubectl", "get", "pods", "--selector", f"{_LAUNCH}={launch.name}", "--output", "json")
-        newest: dict[str, tuple[str, str]] = {}
-        for pod in json.loads(asked(command, engine="Kubernetes"))["items"]:
-            metadata = pod["metadata"]
+        """The phase of each index's newest pod; one without a pod waits, while its Job is there."""
+        command = ("kubectl", "get", "jobs,pods", "--selector", f"{_LAUNCH}={launch.name}", "--output", "json")
+        newest, known = dict[str, tuple[str, str]](), set[str]()
+        for item in json.loads(asked(command, engine="Kubernetes"))["items"]:
+            metadata = item["metadata"]
+            if item["kind"] == "Job":
+                known.add(metadata["name"])
+                continue
             job = f"{metadata['labels']['batch.kubernetes.io/job-name']}/{metadata['labels'][_INDEX]}"
-            phase = metadata["creationTimestamp"], pod["status"]["phase"]
+            phase = metadata["creationTimestamp"], item["status"]["phase"]
             newest[job] = max(newest.get(job, phase), phase)
-        return {
-            name: _STATES.get(newest[job][1], "waiting") if job in newest else "waiting"
-            for name, job in launch.jobs.items()
-        }
+
+        def state(job: str) -> State:
+            if job in newest:
+                return _STATES.get(newest[job][1], "waiting")
+            return "waiting" if job.partition("/")[0] in known else "lost"
+
+        return {name: state(job) for name, job in launch.jobs.items()}
 
     def stop(self, launch: Launch, names: Collection[str]) -> None:
         """Make Jobs smaller, or delete them; the pods with the highest numbers end first."""
@@ -88,6 +98,14 @@ def _check_name(name: str) -> None:
             "digits and dashes, a letter first",
             "output",
         )
+
+
+def _delete_ended(job: str) -> None:
+    """Delete a Job that has ended: to apply it again would start nothing."""
+    found = asked(("kubectl", "get", "job", job, "--ignore-not-found", "--output", "json"), engine="Kubernetes")
+    conditions = json.loads(found)["status"].get("conditions", ()) if found.strip() else ()
+    if any(one["type"] in ("Complete", "Failed") and one["status"] == "True" for one in conditions):
+        asked(("kubectl", "delete", "job", job), engine="Kubernetes")
 
 
 def _resized(launch: Launch, kind: str, size: int) -> tuple[str, ...]:

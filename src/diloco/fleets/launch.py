@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from diloco.errors import UserError
-from diloco.files import make_directory, write_json, writing
+from diloco.files import make_directory, write_atomically, write_json
 from diloco.fleets.engine import EXIT_SUFFIX, Engine, EngineName, Launch, Plan, State
 from diloco.fleets.fleet_file import Fleet, index_of, kind_of
 from diloco.fleets.kubernetes import Kubernetes
@@ -180,5 +180,5 @@ def _save(record: _Record, directory: Path) -> None:
 def _write(launch: Launch, plan: Plan) -> None:
     make_directory(launch.directory)
     for name, content in plan.files.items():
-        with writing(launch.directory / name):
-            (launch.directory / name).write_text(content, encoding="utf-8")
+        # Another file: bash goes on reading the one that it runs.
+        write_atomically(launch.directory / name, [content.encode()])

@@ -15,7 +15,7 @@ A constraint binds if twice as much of it makes the best plan better.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import combinations, product
@@ -252,31 +252,37 @@ def answer(task: FleetTask) -> Answer:
     """
     plans = all_plans(task)
     within = _within(plans, task)
-    tried = set[tuple[float, ...]]()
-    for plan in sorted(within, key=lambda plan: _rank(plan, task)):
-        if (goals := _goals(plan)) in tried:
-            continue
-        if len(tried) == _MOST_CHECKS:
-            break
-        tried.add(goals)
-        if (checked := _checked(plan)) is not None and _within([checked], task):
+    for plan, checked in _simulated(sorted(within, key=lambda plan: _rank(plan, task))):
+        if _within([checked], task):
             return Answer(task=task, plan=plan, checked=checked, pareto=pareto(within))
-    in_time = [plan for plan in plans if plan.hours <= task.hours]
-    affordable = [plan for plan in plans if plan.dollars <= task.budget_dollars]
     return Answer(
         task=task,
         plan=None,
-        least_dollars=_least("dollars", in_time),
-        least_hours=_least("hours", affordable),
+        least_dollars=_least("dollars", plans, lambda plan: plan.hours <= task.hours),
+        least_hours=_least("hours", plans, lambda plan: plan.dollars <= task.budget_dollars),
         either=(_least("dollars", plans), _least("hours", plans)),
     )
 
 
-def _least(name: str, plans: Sequence[FleetPlan]) -> float:
-    """The least dollars or hours of some plans, by simulation; infinity if there are none."""
-    plan = min(plans, key=lambda plan: getattr(plan, name), default=None)
-    checked = None if plan is None else _checked(plan)
-    return math.inf if plan is None or checked is None else max(getattr(plan, name), getattr(checked, name))
+def _simulated(plans: Sequence[FleetPlan]) -> Iterator[tuple[FleetPlan, FleetPlan]]:
+    """The first plans, of those that are alike one, ten at the most, each with what the simulation forecasts."""
+    tried = set[tuple[float, ...]]()
+    for plan in plans:
+        if (goals := _goals(plan)) in tried:
+            continue
+        if len(tried) == _MOST_CHECKS:
+            return
+        tried.add(goals)
+        if (checked := _checked(plan)) is not None:
+            yield plan, checked
+
+
+def _least(name: str, plans: Sequence[FleetPlan], keeps: Callable[[FleetPlan], bool] = lambda plan: True) -> float:
+    """The least dollars or hours of plans that keep a limit, by closed forms and simulation; infinity for none."""
+    for plan, checked in _simulated(sorted(filter(keeps, plans), key=lambda plan: getattr(plan, name))):
+        if keeps(checked):
+            return max(getattr(plan, name), getattr(checked, name))
+    return math.inf
 
 
 def explain(task: FleetTask, best: FleetPlan | None) -> list[Relaxation]:

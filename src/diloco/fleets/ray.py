@@ -143,7 +143,9 @@ def _start(ray: Any, job: str, name: str, kind: Kind, script: str, board: str) -
     _remove(ray, job)
     group = ray.util.placement_group([bundle], name=job, lifetime="detached")
     asked = {name.lower(): bundle.pop(name, 0.0) for name in ("CPU", "GPU")}
-    actor = ray.remote(num_cpus=asked["cpu"], num_gpus=asked["gpu"], resources=bundle, max_restarts=-1)(_Replica)
+    memory = bundle.pop("memory", None)  # which Ray, too, takes apart from other resources
+    options = {"num_cpus": asked["cpu"], "num_gpus": asked["gpu"], "memory": memory, "resources": bundle}
+    actor = ray.remote(**options, max_restarts=-1)(_Replica)
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
     actor.options(**_named(job), scheduling_strategy=strategy).remote(name, job, board, script)
 

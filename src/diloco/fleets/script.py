@@ -1,5 +1,6 @@
 """The bash script of a machine: it prepares, starts the program, and passes signals on to it."""
 
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +46,9 @@ def _group_program(fleet: Fleet, kind: Kind, place: Place) -> list[str]:
     if program.is_train:
         before = sum(other.count for other in kinds[:number])
         nodes, rank = sum(other.count for other in kinds), f"$(({before} + {place.index}))"
-        words = program.words
-        train = shlex.join(["-m", "diloco", *words[words.index("train") :]])
-        return [_torchrun(nodes, kind.launch.processes, rank, host, port) + " " + train]
+        # As it is written: bash expands its variables.
+        settings = re.split(r"diloco['\"]?\s+['\"]?train['\"]?(?=\s|$)", program.command, maxsplit=1)[1]
+        return [f"{_torchrun(nodes, kind.launch.processes, rank, host, port)} -m diloco train{settings}"]
     arguments = program.command.split(maxsplit=1)[1]
     exports = [
         f"export DILOCO_ADDRESS={address}",
@@ -70,10 +71,20 @@ def preparation(fleet: Fleet) -> list[str]:
     program = fleet.launch
     return [
         "set -e",
-        f"cd -- {shlex.quote(program.directory)}",
+        entering(program.directory),
         *(f"export {name}={shlex.quote(value)}" for name, value in program.environment.items()),
         *program.setup,
     ]
+
+
+def entering(directory: str) -> str:
+    """The line of bash that goes to a working directory, which may begin with ~/, the machine's own home.
+
+    >>> entering("~/my work")
+    "cd -- ~/'my work'"
+    """
+    home = "~/" if directory.startswith("~/") else ""
+    return f"cd -- {home}{shlex.quote(directory.removeprefix(home))}"
 
 
 def named(kind: Kind, place: Place) -> str:

@@ -1,13 +1,12 @@
 """SkyPilot: a managed job per replica, which it starts again elsewhere when a spot machine is taken away."""
 
 import json
-import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from diloco.errors import UserError
 from diloco.fleets.engine import Launch, Plan, State, asked, refuse_directory_store
 from diloco.fleets.fleet_file import Fleet, Kind, kind_of
-from diloco.fleets.script import Place, program_of
+from diloco.fleets.script import Place, entering, program_of
 from diloco.fleets.yaml import yaml
 
 _SECONDS_TO_LAUNCH = 1800.0
@@ -36,6 +35,13 @@ class SkyPilot:
                 *("command", "rendezvous"),
             )
         refuse_directory_store(fleet, "SkyPilot's")
+        for kind in fleet.machines:
+            if kind.launch.skypilot.region is not None and kind.launch.skypilot.cloud is None:
+                raise UserError(
+                    f"region={kind.launch.skypilot.region!r:.80} of {kind.name} is a region of which cloud? Give "
+                    "cloud, such as aws",
+                    *("region", "cloud"),
+                )
 
     def plan(self, launch: Launch, names: Sequence[str]) -> Plan:
         """A task per kind, and a launch of it per machine."""
@@ -93,5 +99,5 @@ def _task(launch: Launch, kind: Kind) -> dict[str, object]:
     if program.setup:
         task["setup"] = "\n".join(["set -e", *program.setup, ""])
     if program.directory != ".":
-        exports = [f"cd -- {shlex.quote(program.directory)}", *exports]
+        exports = [entering(program.directory), *exports]
     return {**task, "run": "\n".join(["set -e", *exports, f"exec {run}", ""])}

@@ -82,7 +82,10 @@ def in_regions(
 
 def _region(run: FleetRun, place: int, num_regions: int) -> FleetRun:
     """The machines of one region, each kind dealt evenly."""
-    counts = [(kind.count + num_regions - 1 - place) // num_regions for kind in run.machines]
+    counts, dealt = list[int](), 0
+    for kind in run.machines:  # as cards: each kind goes on where the one before it has ended
+        counts.append((kind.count + num_regions - 1 - (place - dealt) % num_regions) // num_regions)
+        dealt += kind.count
     kinds = tuple(replace(k, count=count) for k, count in zip(run.machines, counts, strict=True) if count)
     return replace(run, machines=kinds, shares=min(run.shares, sum(counts)))
 

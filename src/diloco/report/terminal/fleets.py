@@ -119,8 +119,11 @@ def fleet_plan_parts(
     )
     yield from (f"Note: {note}." for note in _notes(plan))
     if has_limits:
-        place = "on each machine" if plan.store else "with the same settings on all machines"
-        yield f"\nStart it {place}, or, as the command of [launch] in the fleet's file, by diloco launch:"
+        place, name = ("on each", ", without its name,") if plan.store else ("with the same settings on all", "")
+        yield (
+            f"\nStart it {place} of these machines, or by diloco launch: it is{name} the command of [launch] in a "
+            "file with these counts:"
+        )
         yield f"    {command(plan)} {flags(plan.train_settings)}"
 
 
