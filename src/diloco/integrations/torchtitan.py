@@ -159,7 +159,7 @@ def with_diloco(config: Trainer.Config, settings: DiLoCo) -> DiLoCoTrainer.Confi
     """
     if type(config) is not Trainer.Config:
         raise UserError(
-            f"the config is a {type(config).__qualname__}, of another Trainer: derive that one from DiLoCoTrainer, "
+            f"the config is a {type(config).__qualname__}, of another Trainer: derive that from DiLoCoTrainer, "
             "and its Config from DiLoCoTrainer.Config",
             "config",
         )
