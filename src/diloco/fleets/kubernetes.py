@@ -102,8 +102,8 @@ def _check_name(name: str) -> None:
 
 def _delete_ended(job: str) -> None:
     """Delete a Job that has ended: to apply it again would start nothing."""
-    found = asked(("kubectl", "get", "job", job, "--ignore-not-found", "--output", "json"), engine="Kubernetes")
-    conditions = json.loads(found)["status"].get("conditions", ()) if found.strip() else ()
+    answer = asked(("kubectl", "get", "job", job, "--ignore-not-found", "--output", "json"), engine="Kubernetes")
+    conditions = json.loads(answer)["status"].get("conditions", ()) if answer.strip() else ()
     if any(one["type"] in ("Complete", "Failed") and one["status"] == "True" for one in conditions):
         asked(("kubectl", "delete", "job", job), engine="Kubernetes")
 
