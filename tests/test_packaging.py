@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
 ARM, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
 OPTIMIZATION = os.environ.get("WHEEL_OPTIMIZATION", "-O1")
-"""The option by which a compiler optimizes here, in a fifth of the time of -O3; `make release` has -O3 checked."""
+"""The level of compilers here: -O1 takes a fifth of the time of -O3, which `make release` tests."""
 
 
 def hurried(command: str, folder: Path) -> str:

@@ -32,7 +32,7 @@ CASES = {"gather": (1, 0), "shares": (3, 0), "a joiner": (1, 1)}
 
 
 def _counted(server: Server) -> dict[str, list[dict[str, Any]]]:
-    """The counts of the replicas of each case; measured anew where the machine was too busy for their pace."""
+    """The requests that the replicas of each case count, measured anew where the machine was too busy."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["tests.fleets.cost_replica", "diloco.rendezvous.store_rendezvous"])
     with ProcessPoolExecutor(10, mp_context=context) as processes:

@@ -245,6 +245,10 @@ def refuse_contradictions(folder: str) -> None:
 
     refused("pipeline_parallel_degree=2 cuts the model", "--parallelism.pipeline_parallel_degree=2")
     refused("debug.seed=none starts replicas from different weights: set it", "--debug.seed=None")
+    from diloco.integrations.torchtitan import DiLoCo, DiLoCoTrainer, with_diloco
+
+    with pytest.raises(diloco.UserError, match=r"a DiLoCoTrainer\.Config, of another Trainer: derive"):
+        with_diloco(DiLoCoTrainer.Config(), DiLoCo())
 
 
 @pytest.fixture(scope="module")

@@ -152,7 +152,17 @@ class DiLoCoTrainer(Trainer):
 
 
 def with_diloco(config: Trainer.Config, settings: DiLoCo) -> DiLoCoTrainer.Config:
-    """A config of torchtitan's with the section `diloco`, which builds a `DiLoCoTrainer`."""
+    """A config of torchtitan's with the section `diloco`, which builds a `DiLoCoTrainer`.
+
+    Raises:
+        UserError: if the config is that of another Trainer, whose own work would be left out.
+    """
+    if type(config) is not Trainer.Config:
+        raise UserError(
+            f"the config is a {type(config).__qualname__}, of another Trainer: derive that from DiLoCoTrainer, "
+            "and its Config from DiLoCoTrainer.Config",
+            "config",
+        )
     own = {field.name: getattr(config, field.name) for field in fields(config)}
     return DiLoCoTrainer.Config(**own, diloco=settings)
 
