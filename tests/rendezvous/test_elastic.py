@@ -33,7 +33,7 @@ def test_with_a_quorum_of_two_no_outer_step_counts_one_replica_while_one_is_stop
         tmp_path,
         Plan(name="stopper", stops=("stopped", 20), lively=("stopper", "slow"), num_steps=60),
         Plan(name="stopped", num_steps=60),
-        Plan(name="slow", num_steps=30, step_seconds=0.02),
+        Plan(name="slow", num_steps=120, step_seconds=0.02),  # the last: two that end at once may wait in vain
         num_replicas=3,
         quorum=2,
         patience=1,  # which is no end of the wait for two
