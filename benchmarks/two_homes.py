@@ -34,15 +34,15 @@ COLUMNS: tuple[str, ...] = (
     *("outer", "sync_every", "batch", "learning_rate", "seed"),
     *("held_out_loss", "standard_error", "tokens", "bytes_sent", "seconds"),
 )
-ARMS = (
-    tuple(
-        (outer, sync_every, batch, learning_rate)
-        for learning_rate in (1.6e-2, 8e-3, 4e-3)
-        for outer, sync_every, batch in (("", 1, BATCH), ("auto", 20, BATCH), ("", 1, BATCH // 2))
-    )
-    + (("auto", 10, BATCH, 1.6e-2),)
-    + tuple(
-        (outer, sync_every, BATCH, 4e-3) for outer, sync_every in (("sgd:lr=1", 20), ("auto", 10), ("auto", 5))
+ARMS = tuple(
+    (outer, sync_every, batch, learning_rate)
+    for learning_rate in (8e-3, 4e-3, 1.6e-2)
+    for outer, sync_every, batch in (("", 1, BATCH), ("auto", 20, BATCH), ("", 1, BATCH // 2))
+) + tuple(
+    (outer, sync_every, BATCH, learning_rate)
+    for outer, sync_every, learning_rate in (
+        *(("sgd:lr=1", 20, 4e-3), ("auto", 10, 4e-3), ("auto", 5, 4e-3)),
+        ("auto", 10, 1.6e-2),
     )
 )
 """The outer rule of two homes, or nothing for one trainer; H; sequences per step of all; and the learning rate."""
