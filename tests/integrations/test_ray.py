@@ -207,6 +207,7 @@ def test_a_launch_on_ray_survives_the_death_of_an_actor(cluster, small_corpus, t
     (actor,) = re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{killed}/status").read_text())
     os.kill(int(actor), signal.SIGKILL)
     wait_for_end(killed)  # with its actor
+    wait(lambda: process_of(run) != killed)
     before = num_steps(tmp_path, "b-0")
     wait(lambda: num_steps(tmp_path, "b-0") > before)
     assert set(states(launch).values()) == {"running"}
