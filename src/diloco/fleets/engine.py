@@ -45,7 +45,7 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Submission:
     """All that would be submitted."""
 
     files: Mapping[str, str]
@@ -65,7 +65,7 @@ class Engine(Protocol):
         """
         ...
 
-    def plan(self, launch: Launch, names: Sequence[str]) -> Plan:
+    def submission(self, launch: Launch, names: Sequence[str]) -> Submission:
         """The files and commands by which machines would be submitted; nothing is sent."""
         ...
 

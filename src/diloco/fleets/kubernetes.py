@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from diloco.errors import UserError
-from diloco.fleets.engine import Launch, Plan, State, asked, refuse_directory_store
+from diloco.fleets.engine import Launch, State, Submission, asked, refuse_directory_store
 from diloco.fleets.fleet_file import Fleet, Kind, index_of, kind_of
 from diloco.fleets.script import Place, script
 from diloco.fleets.yaml import yaml
@@ -34,7 +34,7 @@ class Kubernetes:
                 )
         refuse_directory_store(fleet, "Kubernetes")
 
-    def plan(self, launch: Launch, names: Sequence[str]) -> Plan:
+    def submission(self, launch: Launch, names: Sequence[str]) -> Submission:
         """A Job per kind, with a Service in front of a fixed group; a Job that is there gets another size."""
         _check_name(launch.name)
         files, commands = dict[str, str](), list[tuple[str, ...]]()
@@ -48,7 +48,7 @@ class Kubernetes:
         if launch.fleet.launch.rendezvous is None:
             files["service.yaml"] = yaml(_service(launch))
             commands.insert(0, ("kubectl", "apply", "--filename", launch.file("service.yaml")))
-        return Plan(files=files, commands=tuple(commands))
+        return Submission(files=files, commands=tuple(commands))
 
     def submit(self, launch: Launch, names: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Apply what is planned, kind by kind; a Job that has ended, of an earlier launch, is deleted first."""
@@ -56,7 +56,7 @@ class Kubernetes:
             added = [name for name in names if kind_of(name) == kind]
             if not launch.of_kind(kind):
                 _delete_ended(f"{launch.name}-{kind}")
-            for command in self.plan(launch, added).commands:
+            for command in self.submission(launch, added).commands:
                 asked(command, engine="Kubernetes")
             for name in added:
                 yield name, f"{launch.name}-{kind}/{index_of(name)}"

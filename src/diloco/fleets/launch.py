@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diloco.errors import UserError
 from diloco.files import make_directory, write_atomically, write_json
-from diloco.fleets.engine import EXIT_SUFFIX, Engine, EngineName, Launch, Plan, State
+from diloco.fleets.engine import EXIT_SUFFIX, Engine, EngineName, Launch, State, Submission
 from diloco.fleets.fleet_file import Fleet, index_of, kind_of
 from diloco.fleets.kubernetes import Kubernetes
 from diloco.fleets.local import Local
@@ -41,7 +41,7 @@ class _Record:
     """As in `Launch`."""
 
 
-def planned(fleet: Fleet, engine: EngineName, directory: Path) -> Plan:
+def planned(fleet: Fleet, engine: EngineName, directory: Path) -> Submission:
     """Write the files that a launch of a fleet would submit; nothing is sent.
 
     Args:
@@ -58,9 +58,9 @@ def planned(fleet: Fleet, engine: EngineName, directory: Path) -> Plan:
     _ENGINES[engine].check(fleet)
     directory = directory.absolute()
     launch = Launch(name=checked_name(directory.name), directory=directory, fleet=fleet)
-    plan = _ENGINES[engine].plan(launch, fleet.names)
-    _write(launch, plan)
-    return plan
+    submission = _ENGINES[engine].submission(launch, fleet.names)
+    _write(launch, submission)
+    return submission
 
 
 def start(fleet: Fleet, engine: EngineName, directory: Path) -> Launch:
@@ -144,7 +144,7 @@ def resize(directory: Path, counts: Mapping[str, int]) -> tuple[tuple[str, ...],
     _save(record, directory)
     added = tuple(name for name in fleet.names if name not in record.jobs)
     if added:
-        _write(_launch(record, directory), _ENGINES[record.engine].plan(_launch(record, directory), added))
+        _write(_launch(record, directory), _ENGINES[record.engine].submission(_launch(record, directory), added))
         _submit(record, directory, added)
     return added, surplus
 
@@ -177,8 +177,8 @@ def _save(record: _Record, directory: Path) -> None:
     write_json(directory / _RECORD, asdict(record))
 
 
-def _write(launch: Launch, plan: Plan) -> None:
+def _write(launch: Launch, submission: Submission) -> None:
     make_directory(launch.directory)
-    for name, content in plan.files.items():
+    for name, content in submission.files.items():
         # Another file: bash goes on reading the one that it runs.
         write_atomically(launch.directory / name, [content.encode()])

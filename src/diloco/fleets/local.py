@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from diloco.errors import UserError
-from diloco.fleets.engine import Launch, Plan, State, ended, refuse_image
+from diloco.fleets.engine import Launch, State, Submission, ended, refuse_image
 from diloco.fleets.fleet_file import Fleet, index_of, kind_of
 from diloco.fleets.script import Place, script
 
@@ -25,13 +25,13 @@ class Local:
         """Refuse containers."""
         refuse_image(fleet, "on this machine nothing starts a container: leave it out, or start it in command")
 
-    def plan(self, launch: Launch, names: Sequence[str]) -> Plan:
+    def submission(self, launch: Launch, names: Sequence[str]) -> Submission:
         """A script per kind, and a call of it per machine."""
         fleet, files = launch.fleet, dict[str, str]()
         for number, kind in enumerate(fleet.machines):
             place = Place(index="$1", first="127.0.0.1", site="127.0.0.1", site_port=29400 + number)
             files[f"{kind.name}.sh"] = script(fleet, kind, place, exits=launch.directory)
-        return Plan(files=files, commands=tuple(self._command(launch, name) for name in names))
+        return Submission(files=files, commands=tuple(self._command(launch, name) for name in names))
 
     def _command(self, launch: Launch, name: str) -> tuple[str, ...]:
         return ("bash", launch.file(f"{kind_of(name)}.sh"), str(index_of(name)))

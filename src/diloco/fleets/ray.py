@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco.errors import UserError
 from diloco.files import require
-from diloco.fleets.engine import Launch, Plan, State, refuse_image
+from diloco.fleets.engine import Launch, State, Submission, refuse_image
 from diloco.fleets.fleet_file import Fleet, Kind, kind_of
 from diloco.fleets.script import Place, named, preparation, program_of
 
@@ -34,7 +34,7 @@ class Ray:
             )
         refuse_image(fleet, "the machines of a Ray cluster have their image already: leave it out")
 
-    def plan(self, launch: Launch, names: Sequence[str]) -> Plan:
+    def submission(self, launch: Launch, names: Sequence[str]) -> Submission:
         """A script per kind, and as a comment the actor that runs it."""
         fleet = launch.fleet
         files = {f"{kind.name}.sh": _script(fleet, kind) for kind in fleet.machines}
@@ -42,7 +42,7 @@ class Ray:
             ("#", f"actor {_job(launch, name)}", f"bundle {dict(fleet.kind(kind_of(name)).launch.ray.resources)}")
             for name in names
         )
-        return Plan(files=files, commands=tuple(commands))
+        return Submission(files=files, commands=tuple(commands))
 
     def submit(self, launch: Launch, names: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Create the actors; they wait for their resources in the cluster, and outlive this process."""

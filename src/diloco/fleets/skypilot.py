@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from diloco.errors import UserError
-from diloco.fleets.engine import Launch, Plan, State, asked, refuse_directory_store
+from diloco.fleets.engine import Launch, State, Submission, asked, refuse_directory_store
 from diloco.fleets.fleet_file import Fleet, Kind, kind_of
 from diloco.fleets.script import Place, entering, program_of
 from diloco.fleets.yaml import yaml
@@ -43,10 +43,10 @@ class SkyPilot:
                     *("region", "cloud"),
                 )
 
-    def plan(self, launch: Launch, names: Sequence[str]) -> Plan:
+    def submission(self, launch: Launch, names: Sequence[str]) -> Submission:
         """A task per kind, and a launch of it per machine."""
         files = {f"{kind.name}.yaml": yaml(_task(launch, kind)) for kind in launch.fleet.machines}
-        return Plan(files=files, commands=tuple(self._command(launch, name) for name in names))
+        return Submission(files=files, commands=tuple(self._command(launch, name) for name in names))
 
     def _command(self, launch: Launch, name: str) -> tuple[str, ...]:
         job, task = _job(launch, name), launch.file(f"{kind_of(name)}.yaml")

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from diloco.fleets.engine import Launch, Plan, State, asked, ended, refuse_image
+from diloco.fleets.engine import Launch, State, Submission, asked, ended, refuse_image
 from diloco.fleets.fleet_file import Fleet, Kind, index_of, kind_of
 from diloco.fleets.script import Place, check_address, script
 
@@ -27,7 +27,7 @@ class Slurm:
         refuse_image(fleet, "Slurm itself starts no container: leave it out, and start it in command")
         check_address(fleet, sites="sites")
 
-    def plan(self, launch: Launch, names: Sequence[str]) -> Plan:
+    def submission(self, launch: Launch, names: Sequence[str]) -> Submission:
         """A batch script per kind, and an array of it, or one job."""
         files, commands = dict[str, str](), list[tuple[str, ...]]()
         for kind in launch.fleet.machines:
@@ -35,7 +35,7 @@ class Slurm:
             if indices := [str(index_of(name)) for name in names if kind_of(name) == kind.name]:
                 array = () if launch.fleet.launch.rendezvous is None else (f"--array={','.join(indices)}",)
                 commands.append(("sbatch", "--parsable", *array, launch.file(f"{kind.name}.sbatch")))
-        return Plan(files=files, commands=tuple(commands))
+        return Submission(files=files, commands=tuple(commands))
 
     def _files(self, launch: Launch, kind: Kind) -> dict[str, str]:
         fleet, request = launch.fleet, kind.launch.slurm
@@ -69,7 +69,7 @@ class Slurm:
 
     def submit(self, launch: Launch, names: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Submit the jobs."""
-        for command in self.plan(launch, names).commands:
+        for command in self.submission(launch, names).commands:
             number = asked(command, engine="Slurm").strip().partition(";")[0]  # a cluster's name may follow
             kind = next(k.name for k in launch.fleet.machines if command[-1] == launch.file(f"{k.name}.sbatch"))
             is_array = launch.fleet.launch.rendezvous is not None
