@@ -108,7 +108,7 @@ def without_format(values: Mapping[str, Any], expected: int, *, source: str) -> 
         FileError: if they are of another format.
     """
     own = {name: value for name, value in values.items() if name != "format"}
-    if values.get("format") != expected:
+    if (number := values.get("format")) != expected or number is True:
         written = f"is of format {values['format']!r:.20}" if "format" in values else "names no format"
         raise FileError(
             f"{source} {written}, and this diloco reads format {expected}: use the release of diloco that wrote it"

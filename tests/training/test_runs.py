@@ -230,6 +230,10 @@ def test_a_directory_without_a_run_and_a_config_that_is_none_are_refused(run, tm
         (b"{", "can't be read"),
         (b"\xff", "can't be read"),
         (b'{"format": 1}', "it has no object as model"),
+        (
+            b'{"format": true}',
+            "is of format True, and this diloco reads format 1: use the release of diloco that wrote it",
+        ),
         (b"{}", "names no format, and this diloco reads format 1: use the release of diloco that wrote it"),
         (b'{"format": 2, "model": {}}', "is of format 2, and this diloco reads format 1: use the release"),
     ):
