@@ -273,7 +273,7 @@ class _Fleet:
         if len(others_K) < len(arrival_K) // 8:
             counts = np.arange(len(others_K))
             places = np.searchsorted(arrival_K, np.sort(others_K)) - counts
-            active_K = np.delete(arrival_K, np.maximum.accumulate(places) + counts)  # equal times are several places
+            active_K = np.delete(arrival_K, np.maximum.accumulate(places) + counts)  # equal times have two places
         else:  # to look for so many takes longer than to sort the rest
             active_K = np.sort(arrival_M[is_here_M & active_M])
         can_decide_M = is_here_M & ~self.is_gone_M
