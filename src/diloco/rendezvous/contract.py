@@ -257,8 +257,12 @@ class Seat(Protocol):
         """Start to upload Θ_p (`outer`) and the slots after a round; the vectors are copies."""
         ...
 
-    def close(self) -> None:
-        """Start to end the run, whose token budget is spent: nothing more is offered here."""
+    def close(self, *, if_last: bool = False) -> None:
+        """Start to end the run, whose token budget is spent: nothing more is offered here.
+
+        Args:
+            if_last: leave, and end the run only if all other replicas have left.
+        """
         ...
 
 

@@ -174,7 +174,11 @@ def may_decide(
         overlap_over: whether τ own inner steps have passed since its own send.
         patience_over: whether τ + patience have.
     """
-    usable = [here[replica] for replica in sorted(here) if state.refusal(fragment, here[replica]) is None]
+    usable = [
+        here[replica]
+        for replica in sorted(here)
+        if state.refusal(fragment, here[replica]) is None and (replica == own or not state.is_bridge(replica))
+    ]
     replicas = {contribution.replica for contribution in usable}
     if own not in replicas or state.members[own].left or not state.is_complete:
         return None

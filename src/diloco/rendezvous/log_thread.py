@@ -340,6 +340,12 @@ class LogThread:
             seconds = min(seconds, max(self._pace.close_seconds, self._pace.patience * step_seconds))
         self._closes_at = time.monotonic() + seconds
 
+    async def close_if_last(self) -> None:
+        """Leave, and close the run if all others have left: of several that leave at once, the last by the log."""
+        await self.leave(finished=False)
+        if not self.state.present:
+            self._closes_at = time.monotonic()
+
     @property
     def _has_ended(self) -> bool:
         return self.failure is not None or bool(self.state.closed)

@@ -392,12 +392,15 @@ class _StoreSeat:
         """Start to upload Θ_p (`outer`) and the slots after a round."""
         self._background.call(self.log_thread.snapshots.put, fragment, round, vectors)
 
-    def close(self) -> None:
-        """Start to end the run, unless another replica does, too."""
+    def close(self, *, if_last: bool = False) -> None:
+        """Start to end the run, unless another replica does, too; see `Seat`."""
         if self._is_closing or self.log_thread.state.closed:
             return
         self._is_closing = True
-        self._background.run(self.log_thread.close(self._step_seconds, self._timeout_seconds))
+        if if_last:
+            self._background.run(self.log_thread.close_if_last())
+        else:
+            self._background.run(self.log_thread.close(self._step_seconds, self._timeout_seconds))
 
     def _take_time(self, num_steps: int) -> None:
         now, (then, last_step) = time.monotonic(), self._last_step or (0.0, num_steps)
