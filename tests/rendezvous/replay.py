@@ -22,7 +22,7 @@ class Replayed(NamedTuple):
     outer: list[list[np.ndarray]]
     """Θ_p after each round, by fragment; the first is the initial one."""
     contributions: list[dict]
-    """Every contribution of every outer entry, in the order of the log, with the entry's `fragment` and `round`."""
+    """Every contribution of every outer entry, in the order of the log, with the fragment and round."""
     entries: list[dict]
 
 

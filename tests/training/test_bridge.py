@@ -3,21 +3,33 @@
 Legend: P fragments, Θ_o and Θ_r the parameters of the outer run and of a region, by fragment.
 """
 
+import json
+import os
+import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.processes import run_replicas
 from tests.rendezvous.replay import payload_of, replayed
 from tests.rendezvous.replicas import P, Replica, new_model, theta0
+from tests.training.runs import lines, quick_config, summary
 
 import diloco
+from diloco.cli.main import main
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.replica import Replica as Parts
 from diloco.engine.replica import outer_state
 from diloco.engine.settings import settings_of
-from diloco.training.bridge import Bridge, Region
+from diloco.outer.digest import parameters_hash
+from diloco.rendezvous.replay import replayed as checked
+from diloco.training.bridge import Bridge, Region, asked, run_bridge
+from diloco.training.config.config import CheckpointConfig, DilocoConfig, ElasticConfig, TrainConfig
+from diloco.training.loop import train
+from diloco.training.records.store_runs import initial_parameters
 
 PLAIN = "nesterov:lr=1,momentum=0"
 PACE = {"poll_seconds": 0.004, "timeout_seconds": 20.0, "snapshot_rounds": 1000}
@@ -143,7 +155,7 @@ def test_a_region_alone_goes_its_own_way(tmp_path: Path) -> None:
     vanish(bridge)
 
 
-class Crash(Exception):
+class CrashError(Exception):
     """The bridge has died."""
 
 
@@ -161,7 +173,7 @@ def test_a_bridge_that_dies_goes_on_and_nothing_is_lost_or_counted_twice(
         until(lambda: bridge.outer.rendezvous.state.fragments[p].round > offer.base_round, *replicas, other)
         assert bridge.outer.rounds[p] == offer.base_round and log, "counted, and not taken"
     else:
-        with monkeypatch.context() as patch, pytest.raises(Crash):
+        with monkeypatch.context() as patch, pytest.raises(CrashError):
             patch.setattr(Region, "shift", dies(Region.shift, first=moment == "before the shift"))
             until(lambda: False, *replicas, bridge, other)
     vanish(bridge)
@@ -180,8 +192,8 @@ def test_a_bridge_that_dies_goes_on_and_nothing_is_lost_or_counted_twice(
     else:
         check_conserved(again, tmp_path)
     check_conserved(other, tmp_path)
-    for life in (*replicas,):
-        life.vanish()
+    for replica in replicas:
+        replica.vanish()
     vanish(again)
     vanish(other)
 
@@ -192,7 +204,7 @@ def dies(shift: Callable[..., bool], *, first: bool) -> Callable[..., bool]:
     def dying(region: Region, *arguments) -> bool:
         if not first:
             shift(region, *arguments)
-        raise Crash
+        raise CrashError
 
     return dying
 
@@ -206,10 +218,83 @@ def test_a_region_that_ends_sends_what_is_not_counted_and_the_last_closes_the_ou
         until(lambda bridge=bridge: bridge.region.is_closed, bridge)
         bridge.finish()
         check_conserved(bridge, tmp_path)
-        apart = [bridge.outer.vector(p) - bridge.region.vector(p) for p in range(P)] if False else []
-        assert not apart
         for rendezvous in (replica.exchange, bridge.region.rendezvous, bridge.outer.rendezvous):
             rendezvous.leave()
     outer = replayed(tmp_path / "outer", theta0())
     assert outer.entries[-1]["kind"] == "close" and outer.entries[-1]["author"] == 1
     assert [e["body"]["finished"] for e in outer.entries if e["kind"] == "leave"] == [False, False]
+
+
+STEPS = 60
+
+
+def be_a_process(configs: list[TrainConfig], folder: Path) -> None:
+    """One of four replicas of two regions, or a bridge; the second bridge is killed, and starts again."""
+    number, outer = int(os.environ["DILOCO_REPLICA"]), str(folder / "outer")
+    os.chdir(folder)
+    if number < 4:
+        train(configs[number], on_step=lambda metrics: time.sleep(0.02))
+        return
+    region, has_died = str(folder / ("eu" if number == 4 else "us")), folder / "has-died"
+    while not Path(region, "log", "0000000000").exists() or (number == 6 and not has_died.exists()):
+        time.sleep(0.01)
+    if number != 5:
+        main(["bridge", region, outer, "--num-replicas", "2", "--diloco.sync-every", "6"])
+        return
+    config = asked(region, outer)
+    num_steps = 0
+
+    def die(*_: object) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 4:
+            has_died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run_bridge(
+        replace(config, num_replicas=2, diloco=replace(config.diloco, sync_every=6), timeout_seconds=30.0),
+        on_step=die,
+    )
+
+
+@pytest.mark.slow
+def test_processes_of_two_regions_and_their_bridges_train_one_model(tmp_path, small_corpus, capsys) -> None:
+    rows = small_corpus.read_text().splitlines(keepends=True)
+    configs = []
+    for place, region in enumerate(("eu", "us")):
+        text = tmp_path / f"{region}.jsonl"
+        text.write_text("".join(rows[place::2]))
+        config = quick_config(
+            tmp_path,
+            text,
+            rendezvous=str(tmp_path / region),
+            num_tokens=STEPS * 8 * 32,
+            diloco=DilocoConfig(sync_every=4, layers_per_fragment=1, overlap_steps=1),
+            elastic=ElasticConfig(bridge=f"{region}-bridge"),
+            checkpoint=CheckpointConfig(every_steps=0),
+        )
+        configs += [replace(config, name=f"{region}-{name}") for name in "ab"]
+    run_replicas(be_a_process, 7, configs, tmp_path, joined=False, mortal=[5], timeout_seconds=120)
+    for region in ("eu", "us"):
+        replay = checked(str(tmp_path / region), initial=initial_parameters)
+        hashes = {summary(tmp_path / "runs" / f"{region}-{name}")["outer_hash"] for name in "ab"}
+        assert hashes == {parameters_hash(replay.parameters())}
+        steps = [
+            step for line in lines(tmp_path / "runs" / f"{region}-a", 0) for step in line.get("outer_steps", [])
+        ]
+        assert {*steps[-1]["contributors"]} <= {f"{region}-a", f"{region}-b", f"{region}-bridge"}
+        assert any(f"{region}-bridge" in step["contributors"] for step in steps)
+    outer = checked(str(tmp_path / "outer"), initial=initial_parameters)
+    assert outer.state.closed and outer.checked.steps == outer.state.num_outer > 12
+    names = [member.name for member in outer.state.members]
+    assert sorted(names) == ["eu-bridge", "us-bridge", "us-bridge"]
+    tokens = {name: sum(m.tokens for m in outer.state.members if m.name == name) for name in names}
+    assert all(0.9 < count / (3 * STEPS * 8 * 32) <= 1.05 for count in tokens.values()), "each token once"
+    capsys.readouterr()
+    losses = []
+    for store in ("outer", "eu", "us"):
+        prepared = configs[2 * (store == "us")].data.prepared
+        main(["eval", str(tmp_path / store), "--prepared", str(prepared), "--json"])
+        losses.append(json.loads(capsys.readouterr().out)["eval_loss"])
+    print(losses, tokens, outer.state.num_outer, [l.round for l in outer.state.fragments], [m.left for m in outer.state.members], outer.notes)
+    assert losses[0] < 1.1 * min(losses[1:]) < 4, losses
