@@ -18,7 +18,7 @@ def region(**rules) -> Log:
 
 
 def bookkeeping(state: RunState) -> dict[str, object]:
-    """What an outer step counts, and who is waited for."""
+    """The numbers that an outer step counts, and by which replicas are waited for."""
     names = ("members", "positions", "num_outer", "tokens", "losses")
     return {name: getattr(state, name) for name in names} | {"norms": state.fragments[0].norms}
 
@@ -117,7 +117,7 @@ def test_a_bridge_writes_at_once_and_nobody_counts_its_payload():
 def test_the_last_to_leave_may_close_a_run_whose_budget_is_not_spent():
     log = Log(num_fragments=1).join("a", "b").rounds(1, A, B)
     log.add(Leave(finished=False), A)
-    with pytest.raises(LogError, match="closes the run before its author"):
+    with pytest.raises(LogError, match="its author has left"):
         log.add(Close(outer=("0" * 16,)), A)
     log.add(Leave(finished=False), B)
     log.add(Close(outer=("0" * 16,)), A)

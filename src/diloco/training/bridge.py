@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import tyro
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -38,7 +37,7 @@ from diloco.engine.outer_state import OUTER
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.replica import Replica, outer_state
 from diloco.errors import ExchangeError, FileError, UserError
-from diloco.files import make_directory, reading, write_atomically
+from diloco.files import make_directory, reading, requiring, write_atomically
 from diloco.outer.merge import MergeRule
 from diloco.outer.step import OuterStep
 from diloco.rendezvous.contract import Decision, Rendezvous
@@ -55,6 +54,9 @@ from diloco.training.config.resolve import facts_with_rendezvous
 from diloco.training.records.store_runs import initial_parameters
 from diloco.training.stopping import stoppable
 from diloco.training.world import leaving
+
+with requiring("tyro", extra="train"):
+    import tyro
 
 _LOG = logging.getLogger("diloco")
 _PAUSE_SECONDS = 0.05

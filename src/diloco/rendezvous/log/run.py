@@ -520,7 +520,9 @@ class RunState:
         if member.fenced or (member.left and not closes):
             self._refuse(f"is by replica {author}, which has left, or was replaced")
         if closes and not (member.left and (self.finished or not self.present)):
-            self._refuse("closes the run before its author, and all others or the token budget, are gone")
+            self._refuse(
+                "closes the run before its token budget is spent, or all have left, and its author has left"
+            )
 
     def _joined(self, entry: Entry, body: Join) -> "RunState":
         if entry.author != len(self.members):
