@@ -18,7 +18,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -27,6 +27,8 @@ from elastic_study.replica import Server, running_seaweedfs
 from tests.processes import program
 
 from diloco.cli.main import main as diloco
+from diloco.errors import UserError
+from diloco.training.config.joined import create_of
 
 WAYS = {
     "gather": ["--diloco.combine", "gather"],
@@ -72,7 +74,8 @@ def train(way: str, server: Server, folder: Path, num_replicas: int, num_steps: 
         running = [stack.enter_context(program(diloco, words, folder=folder, **environment)) for words in commands]
         if way == "regions":
             urls["outer"] = server.new_url()
-            _wait_for_entries([urls[name] for name in names], environment)
+            os.environ |= server.environment
+            _wait_for_runs([urls[name] for name in names])
             flags = ["--num-replicas", str(len(names)), "--diloco.sync-every", "6"]
             for name in names:
                 words = ["bridge", urls[name], urls["outer"], *flags]
@@ -109,13 +112,16 @@ def _command(way: str, url: str, region: str, m: int, size: int, num_steps: int)
     return ["train", "tiny", *words, *WAYS[way]]
 
 
-def _wait_for_entries(urls: Sequence[str], environment: dict[str, str]) -> None:
-    """Wait until the runs of these stores are there."""
-    deadline = time.monotonic() + 120
-    for url in urls:
-        while _diloco(["store", "status", url], environment).returncode:
-            assert time.monotonic() < deadline, url
-            time.sleep(1)
+def _wait_for_runs(urls: Sequence[str]) -> None:
+    """Wait until each of these stores holds a run."""
+    deadline, waiting = time.monotonic() + _MOST_SECONDS / 2, [*urls]
+    while waiting:
+        with suppress(UserError):
+            create_of(waiting[0])
+            waiting.pop(0)
+            continue
+        assert time.monotonic() < deadline, waiting
+        time.sleep(0.5)
 
 
 def _verified(url: str, name: str, folder: Path, environment: dict[str, str]) -> Row:

@@ -521,7 +521,7 @@ class RunState:
             self._refuse(f"is by replica {author}, which has left, or was replaced")
         if closes and not (member.left and (self.finished or not self.present)):
             self._refuse(
-                "closes the run before its token budget is spent, or all have left, and its author has left"
+                "closes the run before its token budget is spent or all have left, or its author has left"
             )
 
     def _joined(self, entry: Entry, body: Join) -> "RunState":
