@@ -24,7 +24,7 @@ from statistics import mean
 from typing import Any
 
 from elastic_study.replica import Server, running_seaweedfs
-from tests.processes import program
+from tests.processes import Program, program
 
 from diloco.cli.main import main as diloco
 from diloco.errors import UserError
@@ -65,6 +65,9 @@ def main() -> None:
 def train(way: str, server: Server, folder: Path, num_replicas: int, num_steps: int) -> list[Row]:
     """Train, verify, and count."""
     folder.mkdir()
+    for name, files in REGIONS.items():
+        library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob(files))
+        (folder / f"{name}.txt").write_text("\n".join(file.read_text(errors="replace") for file in library))
     environment = {**server.environment, "OMP_NUM_THREADS": "1"}
     names = [*REGIONS] if way == "regions" else [""]
     size, started = num_replicas // len(names), time.monotonic()
@@ -75,7 +78,7 @@ def train(way: str, server: Server, folder: Path, num_replicas: int, num_steps: 
         if way == "regions":
             urls["outer"] = server.new_url()
             os.environ |= server.environment
-            _wait_for_runs([urls[name] for name in names])
+            _wait_for_runs([urls[name] for name in names], running)
             flags = ["--num-replicas", str(len(names)), "--diloco.sync-every", "6"]
             for name in names:
                 words = ["bridge", urls[name], urls["outer"], *flags]
@@ -105,14 +108,12 @@ def _command(way: str, url: str, region: str, m: int, size: int, num_steps: int)
         "--name": f"{region}r{m}",
     }
     if region:
-        library = Path(sysconfig.get_paths()["stdlib"])
-        settings |= {"--elastic.bridge": region, "--data.train": library / REGIONS[region]}
-        settings |= {"--data.held-out-fraction": 0.1}
+        settings |= {"--elastic.bridge": region, "--data.train": f"{region}.txt"}
     words = [str(word) for setting in settings.items() for word in setting]
     return ["train", "tiny", *words, *WAYS[way]]
 
 
-def _wait_for_runs(urls: Sequence[str]) -> None:
+def _wait_for_runs(urls: Sequence[str], running: Sequence[Program]) -> None:
     """Wait until each of these stores holds a run."""
     deadline, waiting = time.monotonic() + _MOST_SECONDS / 2, [*urls]
     while waiting:
@@ -120,7 +121,8 @@ def _wait_for_runs(urls: Sequence[str]) -> None:
             create_of(waiting[0])
             waiting.pop(0)
             continue
-        assert time.monotonic() < deadline, waiting
+        failed = [one for one in running if one.process.exitcode]
+        assert not failed and time.monotonic() < deadline, (waiting, [one.wait(1) for one in failed[:1]])
         time.sleep(0.5)
 
 

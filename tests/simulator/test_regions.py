@@ -32,7 +32,7 @@ def test_traffic_is_that_of_all_stores() -> None:
     assert outcome.traffic is not None
     fragments = outcome.traffic.bytes_down / RUN.fragment_bytes
     per_round = fragments / 200
-    # In each of 4 regions of 6 all read each other's, and its bridge all; between them 4 do; 6 of each read shifts.
+    # In each of 4 regions of 6 all read each other's, a bridge all; between them 4 do; 6 of each read shifts.
     assert per_round == pytest.approx(4 * 6 * 6 + 4 * 3 + 4 * 6, rel=0.03)
 
 

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from diloco.cli._command import asks_for_help, parsed, spelled
+from diloco.errors import UserError
 
 if TYPE_CHECKING:
     from diloco.outer.step import OuterStep
@@ -16,10 +17,16 @@ def run(arguments: list[str]) -> None:
     from diloco.training.bridge import BridgeConfig, asked, run_bridge
 
     with spelled(BridgeConfig):
-        is_asked = len(arguments) > 1 and not asks_for_help(arguments)
-        default = asked(*arguments[:2]) if is_asked else None
+        default = None if asks_for_help(arguments) else asked(*_stores(arguments))
         config = parsed(BridgeConfig, arguments, prog="diloco bridge", default=default)
         run_bridge(config, on_step=_print)
+
+
+def _stores(arguments: list[str]) -> list[str]:
+    stores = [word for word in arguments[:2] if not word.startswith("-")]
+    if len(stores) < 2:
+        raise UserError("diloco bridge needs two stores, first the region's and then the outer run's")
+    return stores
 
 
 def _print(outer_step: "OuterStep", names: tuple[str, ...]) -> None:
