@@ -90,6 +90,14 @@ def test_shifts_make_no_payload_stale():
     ), "a log without averages forgets, too"
 
 
+def test_a_shift_is_never_stale():
+    log = region()
+    shift = log.contribution(BRIDGE)
+    log.rounds(20, A, B)
+    assert log.state.refusal(0, shift) is None and log.state.refusal(0, replace(shift, replica=A, seq=99))
+    log.outer(shift)
+
+
 def test_a_payload_that_only_shifts_have_passed_confirms_a_decision():
     log = region()
     payloads = {replica: log.contribution(replica) for replica in (A, B)}

@@ -167,6 +167,9 @@ class Region(ElasticMembership):
         self.merge(wait=True)
         return shifted(self, p) > before
 
+    def _give_up_before(self, p: int, oldest_base: int) -> None:
+        """Keep a shift on its way: it moves Θ as far whatever Θ it meets."""
+
 
 class ClosedRegion:
     """A region whose run is over, from its log: there is nothing more to shift.

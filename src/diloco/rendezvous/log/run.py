@@ -321,9 +321,10 @@ class RunState:
             return f"payload {contribution.seq} of replica {replica} was counted already, or one after it"
         if contribution.base_round > log.round:
             return f"round {contribution.base_round} is still to come"
-        if contribution.base_round < log.oldest_base(self.rules.max_stale):
+        is_bridge = self.is_bridge(replica)
+        if contribution.base_round < log.oldest_base(self.rules.max_stale) and not is_bridge:
             return f"it was made against round {contribution.base_round}, and this is round {log.round}"
-        if (reason := self._refusal_of_amounts(contribution)) or self.is_bridge(replica):
+        if (reason := self._refusal_of_amounts(contribution)) or is_bridge:
             return reason
         return self.refusal_of_norm(fragment, contribution.norm)
 
