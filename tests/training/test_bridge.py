@@ -26,7 +26,7 @@ from diloco.engine.replica import outer_state
 from diloco.engine.settings import settings_of
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.replay import replayed as checked
-from diloco.training.bridge import Bridge, Region, asked, run_bridge
+from diloco.training.bridge import Bridge, ClosedRegion, Region, asked, run_bridge
 from diloco.training.config.config import CheckpointConfig, DilocoConfig, ElasticConfig, TrainConfig
 from diloco.training.loop import train
 from diloco.training.records.store_runs import initial_parameters
@@ -64,9 +64,13 @@ def bridge_of(folder: Path, region: str, *, outer: str | None = None, **settings
     """A bridge that sends every second round of its region."""
     inside = diloco.StoreRendezvous(str(folder / region), name=region, bridge=region, **PACE)
     of_region = parts(**({"wire": "fp32"} | settings), outer=None, mixing=0.5, sync_every=6, overlap_steps=0)
-    between = diloco.StoreRendezvous(str(folder / "outer"), name=region, **PACE)
+    return joined(folder, Region(of_region, inside), region, outer=outer)
+
+
+def joined(folder: Path, inside: Region | ClosedRegion, name: str, *, outer: str | None = None) -> Bridge:
+    between = diloco.StoreRendezvous(str(folder / "outer"), name=name, **PACE)
     of_outer = parts(wire="fp32", outer=outer, mixing=0.0, sync_every=2 * P, overlap_steps=1)
-    return Bridge(Region(of_region, inside), of_outer, between, folder / "notes" / region)
+    return Bridge(inside, of_outer, between, folder / "notes" / name)
 
 
 def vanish(bridge: Bridge) -> None:
@@ -126,11 +130,21 @@ def test_two_regions_of_two_replicas_train_one_model(combine: str, tmp_path: Pat
     while min(map(min, (bridge.outer.rounds for bridge in bridges))) < 2 or num_shifts < 5:
         for life in (*replicas[1:], *bridges):
             life.step()
-        counts = list(last.engine._membership.counted)
-        moved = [step.sync.fragment for step in last.step() if step.cohort.members == (number,)]
+        membership, step = last.engine._membership, last.engine.num_steps + 1
+        counts, sent, moved = list(membership.counted), dict(membership.in_flight), list[int]()
+        for outer_step in last.step():
+            p, last_round, _ = outer_step.sync
+            if outer_step.cohort.members == (number,):
+                moved.append(p)
+            elif p in sent and p not in membership.in_flight:
+                averages = last.exchange.state.fragments[p].averages
+                is_late = any(sent[p].base_round < average < last_round for average in averages)
+                assert membership._next_send[p] == (step if is_late else sent[p].step) + 6, (
+                    "a shift makes none late"
+                )
         for p, (outer_p, theta_p) in enumerate(zip(last.outer(), last.theta(), strict=True)):
             total = outer_p - theta_p + last.progress[p]
-            if p in moved and counts[p] == last.engine._membership.counted[p]:
+            if p in moved and counts[p] == membership.counted[p]:
                 np.testing.assert_allclose(total, sums[p], atol=2e-5)
                 num_shifts += 1
             sums[p] = total
@@ -223,6 +237,27 @@ def test_a_region_that_ends_sends_what_is_not_counted_and_the_last_closes_the_ou
     outer = replayed(tmp_path / "outer", theta0())
     assert outer.entries[-1]["kind"] == "close" and outer.entries[-1]["author"] == 1
     assert [e["body"]["finished"] for e in outer.entries if e["kind"] == "leave"] == [False, False]
+
+
+def test_a_region_that_ended_without_its_bridge_is_sent_when_that_is_back(tmp_path: Path) -> None:
+    replicas = [trainer(tmp_path, region) for region in ("eu", "us")]
+    bridge, other = (bridge_of(tmp_path, region) for region in ("eu", "us"))
+    until(lambda: min(bridge.outer.rounds) >= 1 and bridge.outer.in_flight, *replicas, bridge, other)
+    vanish(bridge)
+    rounds = list(replicas[0].rounds)
+    until(lambda: all(map(int.__lt__, rounds, replicas[0].rounds)), *replicas, other)
+    replicas[0].seen(replicas[0].engine.finish(flush=True, close=True))
+    replicas[0].exchange.leave()
+    replay = checked(str(tmp_path / "eu"), initial=lambda facts: dict(new_model().named_parameters()))
+    parameters = parts(wire="fp32", outer=None, mixing=0.0, sync_every=6, overlap_steps=0).parameters
+    vectors = [parameters.flat_of(p, replay.parameters()) for p in range(P)]
+    back = joined(tmp_path, ClosedRegion(replay, vectors), "eu")
+    back.finish()
+    check_conserved(back, tmp_path)
+    assert not back.outer.uncounted_fragments() and not back.outer.rendezvous.state.closed, "the other goes on"
+    back.outer.rendezvous.leave()
+    replicas[1].vanish()
+    vanish(other)
 
 
 STEPS = 48
