@@ -1,10 +1,12 @@
-"""Many replicas in one store: real trainers of a tiny model on one SeaweedFS, with gather and with shares.
+"""Many replicas: real trainers of a tiny model on one SeaweedFS, with gather, with shares, and in regions.
 
-    python benchmarks/many_replicas.py --output DIR [--replicas 32] [--steps 240] [--ways gather shares]
+    python benchmarks/many_replicas.py --output DIR [--replicas 32] [--steps 240] [--ways gather shares regions]
 
-Each replica is a `diloco train tiny` of its own. At the end `diloco store verify` takes every outer step again. A
-row per way: contributors of an outer step, requests and bytes of all replicas, seconds. DIR/many.jsonl is written
-as rows come; a later call measures what is missing.
+Each replica is a `diloco train tiny` of its own, forked from one process that has imported torch. With `regions`
+four runs have a quarter of the replicas each, and a text of their own; four of `diloco bridge` join them to an
+outer run. At the end `diloco store verify` takes every outer step of every log again. A row per way and level:
+contributors of an outer step, requests and bytes of all replicas, seconds. DIR/many.jsonl is written as rows come;
+a later call measures what is missing.
 """
 
 import argparse
@@ -12,18 +14,29 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from elastic_study.replica import Server, running_seaweedfs
+from tests.processes import Program, program
+
+from diloco.cli.main import main as diloco
+from diloco.errors import UserError
+from diloco.training.config.joined import create_of
 
 WAYS = {
     "gather": ["--diloco.combine", "gather"],
     "shares": ["--diloco.combine", "reduce_scatter", "--elastic.num-shares", "8"],
+    "regions": ["--diloco.combine", "gather"],
 }
+REGIONS = {"aa": "[_a-c]*.py", "bb": "[d-k]*.py", "cc": "[l-r]*.py", "dd": "[s-z]*.py"}
+"""The names of the regions, and the files of Python's library that each reads."""
 BATCH, LENGTH = 1, 64
 _MOST_SECONDS = 1500
 Row = dict[str, Any]
@@ -40,65 +53,112 @@ def main() -> None:
     file = arguments.output / "many.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     with tempfile.TemporaryDirectory() as folder, running_seaweedfs(Path(folder)) as server:
-        for way in set(arguments.ways) - {row["way"] for row in rows}:
-            rows.append(train(way, server, Path(folder, way), arguments.replicas, arguments.steps))
+        for way in [way for way in arguments.ways if way not in {row["way"] for row in rows}]:
+            new = train(way, server, Path(folder, way), arguments.replicas, arguments.steps)
+            rows += new
             with file.open("a") as lines:
-                lines.write(json.dumps(rows[-1]) + "\n")
-    for row in sorted(rows, key=lambda row: row["way"]):
+                lines.writelines(json.dumps(row) + "\n" for row in new)
+    for row in sorted(rows, key=lambda row: (row["way"], row["level"])):
         print(json.dumps(row))
 
 
-def train(way: str, server: Server, folder: Path, num_replicas: int, num_steps: int) -> Row:
+def train(way: str, server: Server, folder: Path, num_replicas: int, num_steps: int) -> list[Row]:
     """Train, verify, and count."""
     folder.mkdir()
-    environment = os.environ | server.environment | {"OMP_NUM_THREADS": "1"}
-    url, started = server.new_url(), time.monotonic()
+    for name, files in REGIONS.items():
+        library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob(files))
+        (folder / f"{name}.txt").write_text("\n".join(file.read_text(errors="replace") for file in library))
+    environment = {**server.environment, "OMP_NUM_THREADS": "1"}
+    names = [*REGIONS] if way == "regions" else [""]
+    size, started = num_replicas // len(names), time.monotonic()
+    urls = {name: server.new_url() for name in names}
+    commands = [_command(way, urls[name], name, m, size, num_steps) for name in names for m in range(size)]
+    with ExitStack() as stack:
+        running = [stack.enter_context(program(diloco, words, folder=folder, **environment)) for words in commands]
+        if way == "regions":
+            urls["outer"] = server.new_url()
+            os.environ |= server.environment
+            _wait_for_runs([urls[name] for name in names], running)
+            flags = ["--num-replicas", str(len(names)), "--diloco.sync-every", "6"]
+            for name in names:
+                words = ["bridge", urls[name], urls["outer"], *flags]
+                running.append(stack.enter_context(program(diloco, words, folder=folder, **environment)))
+        ends = [one.wait(max(1.0, started + _MOST_SECONDS - time.monotonic())) for one in running]
+    failed = [(end.args, end.stderr[-800:]) for end in ends if end.returncode]
+    assert not failed, failed[:1]
+    seconds = time.monotonic() - started
+    statuses = {name: _verified(url, name, folder, environment) for name, url in urls.items()}
+    inside = [status for name, status in statuses.items() if name != "outer"]
+    rows = [_row(way, "inside" if way == "regions" else "all", inside, num_replicas, seconds)]
+    return [
+        *rows,
+        *(_row(way, "between", [statuses["outer"]], len(names), seconds) for _ in range(way == "regions")),
+    ]
+
+
+def _command(way: str, url: str, region: str, m: int, size: int, num_steps: int) -> list[str]:
+    """The command line of one replica."""
     settings = {
         "--rendezvous": url,
-        "--num-replicas": num_replicas,
-        "--global-batch": num_replicas * BATCH,
-        "--num-tokens": num_steps * num_replicas * BATCH * LENGTH,
+        "--num-replicas": size,
+        "--global-batch": size * BATCH,
+        "--num-tokens": num_steps * size * BATCH * LENGTH,
         "--evaluation.num-tokens": 2048,
         "--checkpoint.every-steps": 0,
+        "--name": f"{region}r{m}",
     }
-    words = [word for name, value in settings.items() for word in (name, str(value))]
-    processes = [
-        subprocess.Popen(
-            [*_DILOCO, "train", "tiny", *words, *WAYS[way], "--name", f"r{m}"],
-            cwd=folder,
-            env=environment,
-            stdout=(folder / f"r{m}.log").open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for m in range(num_replicas)
-    ]
-    try:
-        codes = [process.wait(max(1.0, started + _MOST_SECONDS - time.monotonic())) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(codes), [(folder / f"r{m}.log").read_text()[-500:] for m, code in enumerate(codes) if code][:1]
-    seconds = time.monotonic() - started
+    if region:
+        settings |= {"--elastic.bridge": region, "--data.train": f"{region}.txt"}
+    words = [str(word) for setting in settings.items() for word in setting]
+    return ["train", "tiny", *words, *WAYS[way]]
+
+
+def _wait_for_runs(urls: Sequence[str], running: Sequence[Program]) -> None:
+    """Wait until each of these stores holds a run."""
+    deadline, waiting = time.monotonic() + _MOST_SECONDS / 2, [*urls]
+    while waiting:
+        with suppress(UserError):
+            create_of(waiting[0])
+            waiting.pop(0)
+            continue
+        failed = [one for one in running if one.process.exitcode]
+        assert not failed and time.monotonic() < deadline, (waiting, [one.wait(1) for one in failed[:1]])
+        time.sleep(0.5)
+
+
+def _verified(url: str, name: str, folder: Path, environment: dict[str, str]) -> Row:
+    """The status of a run whose log was replayed; every replica has ended with that Θ."""
     verified, status = (
-        subprocess.run([*_DILOCO, "store", *asked], env=environment, capture_output=True, text=True, check=True)
-        for asked in (["verify", url], ["status", url, "--json"])
+        _diloco(["store", *asked], environment) for asked in (["verify", url], ["status", url, "--json"])
     )
-    hashes = {json.loads(path.read_text())["outer_hash"] for path in folder.glob("runs/*/summary.json")}
-    assert hashes == {verified.stdout.split()[-1]}, "every replica ends with the Θ of the replay"
-    facts = json.loads(status.stdout)
+    assert verified.returncode == status.returncode == 0, verified.stdout + verified.stderr
+    paths = folder.glob(f"runs/{name}r*/summary.json")
+    hashes = {json.loads(path.read_text())["outer_hash"] for path in paths if name != "outer"}
+    assert hashes <= {verified.stdout.split()[-1]}, "every replica ends with the Θ of the replay"
+    return json.loads(status.stdout)
+
+
+def _diloco(words: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "diloco", *words]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+
+
+def _row(way: str, level: str, runs: Sequence[Row], num_replicas: int, seconds: float) -> Row:
+    """The figures of the runs of one level together."""
+    staleness = [replica["staleness"] for run in runs for replica in run["replicas"]]
+    losses = [run["training_loss"] for run in runs if run["training_loss"] is not None]
     return {
         "way": way,
+        "level": level,
         "replicas": num_replicas,
         "seconds": round(seconds, 1),
-        "outer_steps": facts["outer_steps"],
-        "contributors": facts["contributors"],
-        "staleness": mean(replica["staleness"] for replica in facts["replicas"]),
-        "training_loss": facts["training_loss"],
-        **facts["traffic"],
+        "outer_steps": sum(run["outer_steps"] for run in runs),
+        "contributors": mean(run["contributors"] for run in runs),
+        "staleness": mean(value for value in staleness if value is not None),
+        "training_loss": mean(losses) if losses else None,
+        **{name: sum(run["traffic"][name] for run in runs) for name in runs[0]["traffic"]},
     }
 
-
-_DILOCO = [sys.executable, "-m", "diloco"]
 
 if __name__ == "__main__":
     main()

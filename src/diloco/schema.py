@@ -19,7 +19,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number of things; it fits 64 bits."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 """A duration."""
-Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+Name = Annotated[str, msgspec.Meta(pattern=rf"^{NAME}\Z")]
 """The name of a run or a replica, which is a directory's name, too."""
 
 _T = TypeVar("_T")

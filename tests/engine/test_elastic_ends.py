@@ -85,8 +85,8 @@ def gives_other_bits(replica: Replica) -> None:
     ours = replica.engine._replica
     take = ours.take
 
-    def other_take(sync: Sync, *arguments) -> None:
-        take(sync, *arguments)
+    def other_take(sync: Sync, *arguments, **kind) -> None:
+        take(sync, *arguments, **kind)
         if sync.fragment == 0:
             ours.state.use("outer", 0)[0] += 1.0
 

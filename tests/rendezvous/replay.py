@@ -22,7 +22,7 @@ class Replayed(NamedTuple):
     outer: list[list[np.ndarray]]
     """Θ_p after each round, by fragment; the first is the initial one."""
     contributions: list[dict]
-    """Every contribution of every outer entry, in the order of the log, with the entry's `fragment`."""
+    """Every contribution of every outer entry, in the order of the log, with the fragment and round."""
     entries: list[dict]
 
 
@@ -50,6 +50,8 @@ def replayed(
     outer = [[theta_p] for theta_p in theta0]
     v = [np.zeros_like(theta_p) for theta_p in theta0]
     entries = chain(folder)
+    joins = (entry for entry in entries if entry["kind"] == "join")
+    bridges = {e["author"] for e in joins if e["body"]["name"] == entries[0]["body"]["rules"]["bridge"]}
     contributions: list[dict] = []
     for k, entry in enumerate(entries):
         body = entry["body"]
@@ -58,13 +60,17 @@ def replayed(
         p = body["fragment"]
         assert body["round"] == len(outer[p]), "rounds are consecutive"
         assert int(body["before"], 16) == outer_reference.digest(outer[p][-1])
-        contributions += [c | {"fragment": p} for c in body["contributions"]]
+        contributions += [c | {"fragment": p, "round": body["round"]} for c in body["contributions"]]
         num_shares, N = entries[0]["body"]["rules"]["num_shares"], len(theta0[p])
         if num_shares == 1:
-            average = _average([(c, _decoded(folder, c, wire, seed, p, N)) for c in body["contributions"]], N)
+            average = _average([(c, payload_of(folder, c, wire, seed, p, N)) for c in body["contributions"]], N)
         else:
             shares = (_share(folder, k, body, r, wire, second or wire, seed, N) for r in range(num_shares))
             average = np.concatenate([*shares])[:N]
+        if bridges & {c["replica"] for c in body["contributions"]}:
+            assert len(body["contributions"]) == 1, "a shift is the bridge's alone"
+            outer[p].append(outer[p][-1] - average)
+            continue
         v[p] = f32(mu) * v[p] + average
         outer[p].append(outer[p][-1] - f32(eta) * (average + f32(mu) * v[p]))
     pairs = [(c["replica"], c["seq"]) for c in contributions]
@@ -126,7 +132,8 @@ def _header(folder: str | Path, c: dict) -> tuple[dict, bytes]:
     return header, body
 
 
-def _decoded(folder: str | Path, c: dict, wire: str, seed: int, p: int, num_elements: int) -> np.ndarray:
+def payload_of(folder: str | Path, c: dict, wire: str, seed: int, p: int, num_elements: int) -> np.ndarray:
+    """A contribution's outer gradient, decoded."""
     header, body = _header(folder, c)
     assert header["fragment"] == p
     return wire_reference.decode(wire, body, num_elements, (seed, p, c["base_round"] + 1, c["replica"], 0))

@@ -50,9 +50,10 @@ class Replica:
         combine: str = "gather",
         model: nn.Module | None = None,
         outer: str | OuterRule | None = None,
+        first_target: int = 0,
         **exchange,
     ) -> None:
-        self.model = new_model() if model is None else model
+        self.model, self.first_target = new_model() if model is None else model, first_target
         # 300 of these steps, the default, are one second without a store.
         settings = {"poll_seconds": 0.004, "timeout_seconds": 20.0, "max_local_steps": 100_000} | exchange
         self.exchange = diloco.StoreRendezvous(url, name=name, **settings)
@@ -79,7 +80,7 @@ class Replica:
     ) -> tuple[diloco.OuterStep, ...]:
         """One inner step towards a target of this replica's own, and the engine's."""
         before = self.theta()
-        inner_step(self.model, self.exchange.replica, self.engine.num_steps + 1)
+        inner_step(self.model, self.first_target + self.exchange.replica, self.engine.num_steps + 1)
         for progress, old, new in zip(self.progress, before, self.theta(), strict=True):
             progress += new.astype(np.float64) - old
         time.sleep(pause_seconds)

@@ -32,14 +32,14 @@ def test_traffic_is_that_of_all_stores() -> None:
     assert outcome.traffic is not None
     fragments = outcome.traffic.bytes_down / RUN.fragment_bytes
     per_round = fragments / 200
-    # In each of 4 regions of 6 all read each other's; between them 4 do; and 5 of each read the average.
-    assert per_round == pytest.approx(4 * 6 * 5 + 4 * 3 + 4 * 5, rel=0.03)
+    # In each of 4 regions of 6 all read each other's, a bridge all; between them 4 do; 6 of each read shifts.
+    assert per_round == pytest.approx(4 * 6 * 6 + 4 * 3 + 4 * 6, rel=0.03)
 
 
 def test_exchanges_further_apart_send_less_between_regions() -> None:
     near, far = (in_regions(RUN, num_regions=4, num_outer_steps=400, rounds_apart=k) for k in (1, 4))
     assert near.traffic is not None and far.traffic is not None
-    between = (4 * 3 + 4 * 5) * RUN.fragment_bytes * 3600
+    between = (4 * 3 + 4 * 6) * RUN.fragment_bytes * 3600
     an_hour = [outcome.traffic.bytes_down * 3600 / outcome.seconds for outcome in (near, far)]
     assert an_hour[0] - an_hour[1] == pytest.approx(between * (1 - 1 / 4) / 20, rel=0.1)  # a fragment in 20 s
 

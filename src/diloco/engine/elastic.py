@@ -94,6 +94,8 @@ class ElasticMembership(Membership):
         """By fragment the error of error feedback that the offer leaves if it is counted, and its digest."""
         self.rounds = [0] * num_fragments
         """Outer steps of each fragment that this replica has taken."""
+        self._averaged = [0] * num_fragments
+        """The newest of them that was no shift, of each fragment."""
         self.counted = [(0, 0)] * num_fragments
         """For each fragment the tokens and inner steps up to its last send that was counted."""
         self.next_seq = 0
@@ -327,8 +329,9 @@ class ElasticMembership(Membership):
         waiting = self._waiting[p]
         while waiting and not (self._counts_own(waiting[0]) and not self._is_over(p)):
             decision = waiting.popleft()
-            if decision.round <= self.rounds[p]:
-                continue  # a snapshot was newer
+            if decision.round <= self.rounds[p]:  # a snapshot was newer
+                self._give_up_before(p, decision.oldest_base)
+                continue
             mixing = self.replica.settings.mixing if self._counts_own(decision) else Translation()
             yield self._take(decision, mixing)
 
@@ -362,13 +365,14 @@ class ElasticMembership(Membership):
         with replica.record.merging():
             average = decided_average(self.form, decision, content, replica.scratch(p))
         sync = Sync(p, decision.round, self.in_flight[p].step if counts_own else replica.num_steps)
-        replica.take(sync, average, decision.cohort, mixing)
+        replica.take(sync, average, decision.cohort, mixing, is_shift=decision.is_shift)
         if counts_own:
-            if self.in_flight[p].base_round < decision.round - 1:
+            if self.in_flight[p].base_round < self._averaged[p]:
                 # It was late: it sends its next payload together with the others, not before them.
                 self._next_send[p] = replica.num_steps + self._sync_every
             self._count(p)
-        self._applied(p, decision.round)
+        self._applied(p, decision.round, decision.oldest_base)
+        self._averaged[p] = self._averaged[p] if decision.is_shift else decision.round
         replica.bytes_received += content.bytes_received
         replica.bytes_sent += content.bytes_sent
         makers = remade(self.form, decision, content, replica.parameters.device)
@@ -402,14 +406,14 @@ class ElasticMembership(Membership):
             self._count(p)
         before_N = replica.state.use(OUTER, p).clone()
         replica.forget_averages()
-        self._read(p, stored)
+        self._read(p, stored, decision.oldest_base)
         with replica.parameters.merging(p, replica.num_steps) as theta:
             merge_in_place(theta, replica.state.use(OUTER, p), mixing, Past(before_N))
         size, device = self.form.sizes[p], replica.parameters.device
         zeros = partial(torch.zeros, size, dtype=torch.float32, device=device)
         return replica.described(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()))
 
-    def _read(self, p: int, stored: StoredSnapshot) -> None:
+    def _read(self, p: int, stored: StoredSnapshot, oldest_base: int = 0) -> None:
         """Take Θ_p and the slots from a snapshot."""
         vectors, kinds = stored.vectors, self._kinds
         if vectors.keys() != set(kinds):
@@ -420,7 +424,8 @@ class ElasticMembership(Membership):
         for kind in kinds:
             self.replica.state.use(kind, p).copy_(vectors[kind])
             self.replica.state.keep(kind, p)
-        self._applied(p, stored.round)
+        self._averaged[p] = stored.round
+        self._applied(p, stored.round, oldest_base)
 
     def _count(self, p: int) -> None:
         """Note that the own offer in flight was counted."""
@@ -430,12 +435,16 @@ class ElasticMembership(Membership):
             self.replica.keep_error(p, error[0])
             self._digests[p][ERROR] = error[1]  # as it was sent
 
-    def _applied(self, p: int, round: int) -> None:
+    def _applied(self, p: int, round: int, oldest_base: int) -> None:
         self.rounds[p] = round
         self._take_digests(p, self._kinds)
+        self._give_up_before(p, oldest_base)
+
+    def _give_up_before(self, p: int, oldest_base: int) -> None:
+        """Give up the own offer in flight if it is too old: no entry may count it."""
         offer = self.in_flight.get(p)
-        if offer is not None and offer.base_round < round - self.joined.rules.max_stale:
-            self._give_up(p)  # too old: no entry may count it
+        if offer is not None and offer.base_round < oldest_base:
+            self._give_up(p)
 
     def _give_up(self, p: int) -> None:
         """Forget the own offer in flight; Θ − θ still holds its work."""

@@ -26,7 +26,7 @@ from diloco.outer.cohort import Cohort
 from diloco.outer.digest import outer_digest_there
 from diloco.outer.merge import MergeRule, Mixing, Past
 from diloco.outer.rule import FragmentState
-from diloco.outer.step import OuterStep, Samples, merge_in_place, sampled, take_outer_step
+from diloco.outer.step import SHIFT, OuterStep, Samples, merge_in_place, sampled, take_outer_step
 from diloco.schedule import Sync
 from diloco.wire.kernels.memory import begin_to_host, empty
 from diloco.wire.payload import Codec, Key, Unsealed, non_finite
@@ -333,15 +333,18 @@ class Replica:
         self.state.use(ERROR, p).copy_(error_N)
         self.state.keep(ERROR, p)
 
-    def take(self, sync: Sync, average: Average, cohort: Cohort, mixing: MergeRule) -> None:
-        """Take an outer step of a fragment, and merge it."""
+    def take(
+        self, sync: Sync, average: Average, cohort: Cohort, mixing: MergeRule, *, is_shift: bool = False
+    ) -> None:
+        """Take an outer step of a fragment, or a shift of it, and merge it."""
         p = sync.fragment
         with (
             self.record.merging(),
             self.parameters.merging(p, self.num_steps) as theta,
             self._fragment(p) as (fragment, _),
         ):
-            rule, sample_n = self.settings.outer, torch.empty_like(sampled(average.total_N))
+            rule = SHIFT if is_shift else self.settings.outer
+            sample_n = torch.empty_like(sampled(average.total_N))
             past = Past(num_steps=self.num_steps - sync.step, sync_every=self.settings.schedule.sync_every)
             if mixing.needs_sent:
                 past = replace(past, theta_N=self.state.use(SENT_THETA, p))
@@ -352,6 +355,8 @@ class Replica:
 
             self.lane.queue(work)
             self.lane.join()
+        if is_shift:
+            return  # no average, which the next one is compared with
         before_n, self._averages[p] = self._averages.get(p), sample_n
         if before_n is not None:
             self.samples.pop(p, None)

@@ -62,6 +62,18 @@ def take_outer_step(
     merge_in_place(parameters, fragment.use("outer"), merge_rule, past)
 
 
+class _Shift(OuterRule):
+    """Θ ← Θ − Δ, in the place of the run's own rule."""
+
+    def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
+        """Move Θ."""
+        fragment.use("outer").sub_(average.divided())
+
+
+SHIFT = _Shift()
+"""The outer step of a region's run that takes what an outer run has decided."""
+
+
 def _native(parameters: Sequence[Tensor]) -> Native | None:
     """The compiled pass, if it reaches the memory of all parameters."""
     is_within_reach = all(

@@ -139,6 +139,10 @@ class Decision:
     """The outer gradients; a snapshot after this round or a later one, if they were deleted."""
     base_rounds: Mapping[int, int]
     """The round that each member's outer gradient was taken against."""
+    is_shift: bool = False
+    """True if Θ_p moves without the outer rule, by the bridge's outer gradient: Θ_p ← Θ_p − Δ_p."""
+    oldest_base: int = 0
+    """The least base round that a later entry of the fragment may count."""
     own_seq: int = -1
     """The newest of this replica's offers that the content counts, by `Offer.seq`; −1 if it counts none."""
     with_snapshot: bool = False
@@ -151,6 +155,7 @@ class Decision:
         state: RunState,
         content: Content | StoredSnapshot,
         *,
+        oldest_base: int = 0,
         own_seq: int = -1,
         with_snapshot: bool = False,
     ) -> "Decision":
@@ -160,6 +165,7 @@ class Decision:
             ref: the entry.
             state: of the run, whose rules give the weights.
             content: its content.
+            oldest_base: as the field.
             own_seq: as the field.
             with_snapshot: as the field.
         """
@@ -172,6 +178,8 @@ class Decision:
             cohort=state.cohort(body.contributions),
             content=content,
             base_rounds={c.replica: c.base_round for c in body.contributions},
+            is_shift=state.is_shift(body),
+            oldest_base=oldest_base,
             own_seq=own_seq,
             with_snapshot=with_snapshot,
         )
@@ -249,8 +257,12 @@ class Seat(Protocol):
         """Start to upload Θ_p (`outer`) and the slots after a round; the vectors are copies."""
         ...
 
-    def close(self) -> None:
-        """Start to end the run, whose token budget is spent: nothing more is offered here."""
+    def close(self, *, if_last: bool = False) -> None:
+        """Start to end the run, whose token budget is spent: nothing more is offered here.
+
+        Args:
+            if_last: leave, and end the run only if all other replicas have left.
+        """
         ...
 
 

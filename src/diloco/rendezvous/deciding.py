@@ -7,6 +7,8 @@ With the quorum `majority` a replica writes the outer entry of a fragment
   replicas are here, another's against the same newest Θ_p among them;
 - `patience` inner steps later with whatever is here, its own alone included.
 
+A bridge writes a shift at once, and its payloads enter no other outer step.
+
 With a number K as quorum, K payloads take the place of more than half. No entry counts fewer, however late, but
 where fewer replicas are active. Decoupled DiLoCo (arXiv 2604.21428) waits for more than its quorum as long as
 that costs no training time. Here this grace is what is left of τ, which adapts to the pace: τ counts inner
@@ -121,8 +123,8 @@ class Decider:
         this, late replicas would decide as soon as half of the replicas are here, and leave out the other half; in
         the next round the other half would do the same: half of a fleet in turns, twice as often, for ever.
         """
-        p, newest = offer.fragment, state.fragments[offer.fragment].round
-        if offer.base_round == newest or all(c.base_round != newest for c in here):
+        p, newest = offer.fragment, state.fragments[offer.fragment].newest
+        if offer.base_round >= newest or all(c.base_round < newest for c in here):
             return offer.step
         if (p, newest) not in self._opened:
             self._opened = {place: at for place, at in self._opened.items() if place[0] != p} | {(p, newest): step}
@@ -172,18 +174,24 @@ def may_decide(
         overlap_over: whether τ own inner steps have passed since its own send.
         patience_over: whether τ + patience have.
     """
-    usable = [here[replica] for replica in sorted(here) if state.refusal(fragment, here[replica]) is None]
+    usable = [
+        here[replica]
+        for replica in sorted(here)
+        if state.refusal(fragment, here[replica]) is None and (replica == own or not state.is_bridge(replica))
+    ]
     replicas = {contribution.replica for contribution in usable}
     if own not in replicas or state.members[own].left or not state.is_complete:
         return None
+    if state.is_bridge(own):
+        return (here[own],)
     if state.refusal_of_replicas(replicas):
         return None
     active = state.active
     counted = replicas if isinstance(state.rules.quorum, int) else replicas.intersection(active)
     is_quorum = len(counted) >= least_payloads(state.rules.quorum, len(active), after_patience=False)
     is_enough = replicas.issuperset(active) or (overlap_over and is_quorum)
-    newest = state.fragments[fragment].round
-    is_confirmed = {own}.issuperset(active) or any(c.base_round == newest and c.replica != own for c in usable)
+    newest = state.fragments[fragment].newest
+    is_confirmed = {own}.issuperset(active) or any(c.base_round >= newest and c.replica != own for c in usable)
     return tuple(usable) if (is_enough and is_confirmed) or patience_over else None
 
 
@@ -206,7 +214,7 @@ def of_the_run(
     log = state.fragments[fragment]
     known = {log.round: base} | log.bases
     sound = {m: c for m, c in here.items() if known.get(c.base_round, bases[m]) == bases[m]}
-    newest = [m for m, c in here.items() if c.base_round == log.round and not state.refusal(fragment, c)]
+    newest = [m for m, c in here.items() if c.base_round >= log.newest and not state.refusal(fragment, c)]
     num_others = sum(replica not in sound for replica in newest)
     if 2 * num_others > len({own, *newest}):
         raise DisagreementError(

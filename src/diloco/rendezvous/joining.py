@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from diloco.errors import DisagreementError
+from diloco.errors import DisagreementError, UserError
 from diloco.rendezvous.archive import newest_state
 from diloco.rendezvous.check import assert_sound
 from diloco.rendezvous.contract import StoredSnapshot
@@ -47,6 +47,7 @@ async def join(store: Store, signer: Signer, wish: Wish) -> tuple[Log, int]:
 
     Raises:
         DisagreementError: if the run has other settings.
+        UserError: if the name is the bridge's.
         LogError: if the run refuses the replica, or its log is damaged or has a hole.
         StoreError: if the store can't be used.
     """
@@ -55,6 +56,8 @@ async def join(store: Store, signer: Signer, wish: Wish) -> tuple[Log, int]:
     create, first = begun(data)
     log = Log(store, await newest_state(store, first), signer, patience_seconds=patience)
     _compare(create, wish)
+    if wish.name == create.rules.bridge and "bridge" not in wish.asked:
+        raise UserError(f"name={wish.name} is the name of the run's bridge: take another", "name")
     await log.read_all(at_once=1)
     await log.check_no_gap()  # which a join would fill
     return log, await _number_of_joined(log, signer, wish, store.url)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from diloco.errors import DilocoError, ExchangeError
 from diloco.rendezvous.archive import SnapshotQueue, write_index
@@ -40,6 +40,16 @@ ContentOf = Callable[[OuterRef], Coroutine[Any, Any, Content | None]]
 """Makes or downloads the content of an outer entry; None if it was deleted."""
 
 
+class _Entry(NamedTuple):
+    """An outer entry to hand over."""
+
+    author: int
+    """The replica that wrote it; −1 if it was read before this one joined."""
+    ref: OuterRef
+    oldest_base: int
+    """As in `Decision`."""
+
+
 class Delivery:
     """Hands outer steps over for one replica.
 
@@ -55,7 +65,7 @@ class Delivery:
         self.news = threading.Condition()
         """The condition that is notified when a decision is ready."""
         self._access, self._inbox, self._content_of = access, inbox, content_of
-        self._queue: asyncio.Queue[tuple[int, OuterRef]] = asyncio.Queue()
+        self._queue: asyncio.Queue[_Entry] = asyncio.Queue()
         self._num_ahead = 0
         self._snapshots: dict[int, StoredSnapshot] = {}
         """By fragment, the one that stands for several outer steps."""
@@ -67,8 +77,10 @@ class Delivery:
 
     def put(self, author: int, ref: OuterRef) -> None:
         """Take an outer entry and its author, −1 if it was read before this replica joined; called in the loop."""
+        state = self._access.state  # after this entry, unless it was read before the join
+        oldest_base = state.fragments[ref.body.fragment].oldest_base(state.rules.max_stale) if author >= 0 else 0
         self._num_ahead += 1
-        self._queue.put_nowait((author, ref))
+        self._queue.put_nowait(_Entry(author, ref, oldest_base))
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Hand outer steps over until cancelled.
@@ -76,22 +88,23 @@ class Delivery:
         Raises:
             LogError: if the content of an outer step is not what its entry counts.
         """
-        ahead: deque[tuple[int, OuterRef, asyncio.Task[Content | None]]] = deque()
+        ahead: deque[tuple[_Entry, asyncio.Task[Content | None]]] = deque()
         while True:
             while not ahead or (len(ahead) < _AHEAD and not self._queue.empty()):
-                author, ref = await self._queue.get()
-                ahead.append((author, ref, tasks.create_task(self._content_of(ref))))
-            author, ref, task = ahead.popleft()
+                entry = await self._queue.get()
+                ahead.append((entry, tasks.create_task(self._content_of(entry.ref))))
+            entry, task = ahead.popleft()
             while len(self.decisions) >= MOST_DECISIONS_PER_FRAGMENT * len(self._access.objects.form.sizes):
                 await asyncio.sleep(self._access.poll_seconds)  # until the training thread has taken some
-            decision = await self._decision(author, ref, await task)
-            self._inbox.forget(ref.body.fragment, ref.body.contributions)
+            decision = await self._decision(entry, await task)
+            self._inbox.forget(decision.fragment, entry.ref.body.contributions)
             with self.news:
                 self.decisions.append(decision)
                 self._num_ahead -= 1
                 self.news.notify_all()
 
-    async def _decision(self, author: int, ref: OuterRef, content: Content | None) -> Decision:
+    async def _decision(self, entry: "_Entry", content: Content | None) -> Decision:
+        author, ref, oldest_base = entry
         body, parts = ref.body, ref.body.contributions
         if content is None:
             whole = await self._snapshot_after(ref)
@@ -101,7 +114,9 @@ class Delivery:
             self._snapshots.pop(body.fragment, None)
         state = self._access.state
         with_snapshot = author == self._access.own and state.rules.is_kept(body.round - 1)
-        return Decision.of(ref, state, whole, own_seq=own_seq, with_snapshot=with_snapshot)
+        return Decision.of(
+            ref, state, whole, own_seq=own_seq, with_snapshot=with_snapshot, oldest_base=oldest_base
+        )
 
     def _own_seq_until(self, fragment: int, round: int) -> int:
         """The newest of this replica's offers that the rounds up to one have counted; −1 if they counted none.
@@ -325,6 +340,12 @@ class LogThread:
             seconds = min(seconds, max(self._pace.close_seconds, self._pace.patience * step_seconds))
         self._closes_at = time.monotonic() + seconds
 
+    async def close_if_last(self) -> None:
+        """Leave, and close the run if all others have left: of several that leave at once, the last by the log."""
+        await self.leave(finished=False)
+        if not self.state.present:
+            self._closes_at = time.monotonic()
+
     @property
     def _has_ended(self) -> bool:
         return self.failure is not None or bool(self.state.closed)
@@ -377,10 +398,12 @@ class LogThread:
         self._on_arrival()
 
     def _watch_members(self) -> None:
-        """Look for the payloads of every replica that may send some."""
+        """Look for the payloads of every replica that may send some; a bridge decides nothing, and needs none."""
         assert self._tasks is not None, "the log thread runs"
-        for replica, member in enumerate(self.state.members):
-            if replica != self._own and replica not in self._watched and not (member.left or member.fenced):
+        state = self.state
+        for replica, member in enumerate(() if state.is_bridge(self._own) else state.members):
+            is_gone = member.left or member.fenced or state.is_bridge(replica)
+            if replica != self._own and replica not in self._watched and not is_gone:
                 self._watched.add(replica)
                 self._tasks.create_task(self.inbox.watch(replica))
 

@@ -183,7 +183,7 @@ class Inbox:
         return tuple(
             p
             for p, here in enumerate(self.here)
-            if any(m != own and arrived.contribution.base_round == logs[p].round for m, arrived in here.items())
+            if any(m != own and arrived.contribution.base_round >= logs[p].newest for m, arrived in here.items())
         )
 
     async def watch(self, replica: int) -> None:

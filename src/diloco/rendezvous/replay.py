@@ -22,6 +22,7 @@ from diloco.outer.averages import reduction_of
 from diloco.outer.digest import outer_digest, parameters_hash
 from diloco.outer.rule import RULE, FragmentState, OuterRule, Span
 from diloco.outer.rules import rule_of_facts
+from diloco.outer.step import SHIFT
 from diloco.rendezvous.archive import INDEX, MOST_INDEX_BYTES, index_source, newest_state, open_index
 from diloco.rendezvous.contract import Content, Decision, Form, Payload
 from diloco.rendezvous.log.entries import Contribution, Create, LogError, Outer, Snapshot
@@ -526,7 +527,7 @@ class Replay:
         average = decided_average(form, decision, content, self._scratch[: form.sizes[p]])
         fragment = FragmentState(self._vectors[p].__getitem__, self._run_facts.spans(p))
         sync = Sync(p, decision.round, 0)
-        self._outer.on_average(fragment, average, sync, decision.cohort)
+        (SHIFT if decision.is_shift else self._outer).on_average(fragment, average, sync, decision.cohort)
         self._rounds[p] = decision.round
         self.checked.steps += 1
 

@@ -53,7 +53,7 @@ class Timeline:
             if number == len(self.lives):
                 self.lives.append(Life(name=member.name, joined=state.num_outer, ended=state.num_outer))
             was = before.members[number] if number < len(before.members) else member
-            if state.closed and before.is_active(number):
+            if state.closed and (before.is_active(number) or state.is_bridge(number)):
                 self._end(number, "left")
             if member.left and not was.left:
                 self._end(number, "left")
@@ -61,7 +61,7 @@ class Timeline:
                 revoked = member.key and member.key not in state.allowed
                 how: End = "replaced" if before.is_active(number) else "died"
                 self._end(number, "revoked" if revoked else how)
-        if isinstance(entry.body, Outer):
+        if isinstance(entry.body, Outer) and not state.is_shift(entry.body):
             self.contributors.append(len(entry.body.contributions))
             self.tokens.append(state.tokens // len(state.fragments))
             for counted in entry.body.contributions:
@@ -72,7 +72,8 @@ class Timeline:
         """Settle who is active after the last entry so far, and who has died."""
         for number, life in enumerate(self.lives):
             if life.end in ("active", "died"):
-                self._end(number, "active" if self.state.is_active(number) else "died")
+                is_there = self.state.is_active(number) or (self.state.is_bridge(number) and not self.state.closed)
+                self._end(number, "active" if is_there else "died")
 
     def _end(self, number: int, end: End) -> None:
         life = self.lives[number]
@@ -96,7 +97,7 @@ def binned(values: Sequence[int], most: int) -> list[tuple[int, float]]:
     return [(stop, sum(values[start:stop]) / (stop - start)) for start, stop in pairwise(edges)]
 
 
-Standing = Literal["active", "inactive", "left", "replaced"]
+Standing = Literal["active", "inactive", "bridge", "left", "replaced"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,8 @@ class ReplicaStatus:
     number: int
     name: str
     standing: Standing
-    """inactive: nobody waits for it; replaced: another took its name or slot, or its key was revoked."""
+    """inactive: nobody waits for it; bridge: nor for it, which brings what another run decides; replaced: another
+    took its name or slot, or its key was revoked."""
     slot: int
     """The replica's part of the text."""
     tokens: int
@@ -165,7 +167,7 @@ def status_of(state: RunState, form: Form, *, num_slots: int) -> RunStatus:
         num_slots: vectors that the outer rule keeps beside Θ.
     """
     num_fragments = len(state.fragments)
-    last = state.since[-4 * num_fragments :]
+    last = tuple(ref for ref in state.since if not state.is_shift(ref.body))[-4 * num_fragments :]
     return RunStatus(
         entries=state.number,
         outer_steps=state.num_outer,
@@ -191,8 +193,13 @@ def _replica(state: RunState, number: int, last: Sequence[OuterRef]) -> ReplicaS
         standing = "left" if state.closed else "active"
     elif member.left:
         standing = "left"
+    elif state.is_bridge(number):
+        standing = "bridge"
     stale = [
-        ref.body.round - 1 - counted.base_round
+        sum(
+            other.body.fragment == ref.body.fragment and counted.base_round < other.body.round < ref.body.round
+            for other in last
+        )
         for ref in last
         for counted in ref.body.contributions
         if counted.replica == number

@@ -56,6 +56,7 @@ class StoreRendezvous:
         num_shares: shares into which `combine="reduce_scatter"` cuts a fragment, each averaged by one replica:
             about as many as there are replicas; None is the run's, or 16.
         num_slots: parts of the text, and so the most replicas that are active at once; None is the run's, or 64.
+        bridge: the name of the process that moves Θ by what another run decides; None is the run's, or none.
         max_local_steps: inner steps without the store, after which this replica stops; None is 50 H.
         step_tokens: the most tokens that an inner step of this replica reads, which it declares to the others:
             they refuse an outer gradient that claims more. None declares no bound but one of 2^40 in all.
@@ -83,6 +84,7 @@ class StoreRendezvous:
         snapshot_rounds: int | None = None,
         num_shares: int | None = None,
         num_slots: int | None = None,
+        bridge: str | None = None,
         max_local_steps: int | None = None,
         step_tokens: int | None = None,
         key: str | None = None,
@@ -104,6 +106,7 @@ class StoreRendezvous:
         self._poll_seconds = poll_seconds or (0.02 if self._store.is_directory else 0.5)
         asked = {"quorum": quorum, "num_replicas": num_replicas, "weights": weights, "max_stale": max_stale}
         asked |= {"snapshot_rounds": snapshot_rounds, "num_shares": num_shares, "num_slots": num_slots}
+        asked |= {"bridge": None if bridge is None else checked_name(bridge)}
         self._asked = {rule: value for rule, value in asked.items() if value is not None}
         self._background = Background("diloco rendezvous")
         self._has_joined = False
@@ -143,7 +146,7 @@ class StoreRendezvous:
             for p, log in enumerate(state.fragments)
             if log.round > bases[p][0]
             for ref in log.since
-            if ref.body.round > bases[p][0]
+            if ref.body.round > bases[p][0] and not state.is_shift(ref.body)
             for contribution in ref.body.contributions
         )
 
@@ -389,12 +392,15 @@ class _StoreSeat:
         """Start to upload Θ_p (`outer`) and the slots after a round."""
         self._background.call(self.log_thread.snapshots.put, fragment, round, vectors)
 
-    def close(self) -> None:
-        """Start to end the run, unless another replica does, too."""
+    def close(self, *, if_last: bool = False) -> None:
+        """Start to end the run, unless another replica does, too; see `Seat`."""
         if self._is_closing or self.log_thread.state.closed:
             return
         self._is_closing = True
-        self._background.run(self.log_thread.close(self._step_seconds, self._timeout_seconds))
+        if if_last:
+            self._background.run(self.log_thread.close_if_last())
+        else:
+            self._background.run(self.log_thread.close(self._step_seconds, self._timeout_seconds))
 
     def _take_time(self, num_steps: int) -> None:
         now, (then, last_step) = time.monotonic(), self._last_step or (0.0, num_steps)

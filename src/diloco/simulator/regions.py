@@ -1,19 +1,16 @@
 """Two levels: replicas of a region meet in a store of the region, and each region is one replica of an outer run.
 
-The simplest protocol that two logs could run, of which nothing is built in the engine:
+So it is built (`diloco.training.bridge`):
 
 1. A region is a run in a store of its own: its replicas average every H steps, and its Θ moves.
-2. It is one replica of the outer run. Every K-th round of a fragment it sends its outer gradient, the outer Θ_p
-   minus its own. Its delegate does so, another one for each fragment: the active replicas in the order of their
-   numbers, which all know from the region's log.
-3. The delegate also writes the average of each outer step into the region's store, and the region's next entry of
-   the fragment names it. All replicas of the region take it as one that is not counted does: θ and the region's
-   Θ_p move by what the outer Θ_p moved.
+2. A process beside one of its machines, the bridge, is a replica of the outer run. It reads the region's log as a
+   replica does. Every K-th round of a fragment it sends the outer Θ_p minus the region's.
+3. By what the outer Θ_p moves the bridge shifts the region's: an entry of the region's log, which all of its
+   replicas take as one that is not counted does.
 
 Both levels are simulated by `in_store`, which holds the rules. A region of the outer run takes steps at the pace
-of its replicas. Its link is what the first level leaves of a delegate's. If the delegate fails, no other takes its
-place before it has dropped out of the active ones, after two rounds; nothing is lost by that, since the region's
-Θ holds the work.
+of its replicas. Its link is what its machine and the bridge's own reading leave. It fails with its machine, and is
+back when that is; nothing is lost by that, since the region's Θ holds the work.
 """
 
 import math
@@ -30,7 +27,7 @@ from diloco.simulator.fleet import FleetRun, Machines, Outcome
 _MOST_SIMULATED = 4
 """Regions of the same machines that are simulated; they stand for the others."""
 _LEAST_LINK = 0.05
-"""The least share of a link that is left to a delegate."""
+"""The least share of a link that is left to a bridge."""
 
 
 def in_regions(
@@ -68,10 +65,10 @@ def in_regions(
         if len(outcomes) < _MOST_SIMULATED:
             outcomes.append(in_store(region, num_outer_steps=num_outer_steps, seed=seed + len(inner)))
         inner.append(outcomes[len(inner) % len(outcomes)])
-    delegates = tuple(_delegate(*pair, run) for pair in zip(regions, inner, strict=True))
+    bridges = tuple(_bridge(*pair) for pair in zip(regions, inner, strict=True))
     outer_run = replace(
         run,
-        machines=delegates,
+        machines=bridges,
         sync_every=rounds_apart * run.sync_every,
         shares=1 if run.shares == 1 else num_regions,
         checkpoint_seconds=1e-9,
@@ -90,7 +87,7 @@ def _region(run: FleetRun, place: int, num_regions: int) -> FleetRun:
     return replace(run, machines=kinds, shares=min(run.shares, sum(counts)))
 
 
-def _delegate(region: FleetRun, outcome: Outcome, run: FleetRun) -> Machines:
+def _bridge(region: FleetRun, outcome: Outcome) -> Machines:
     """A region as one machine of the outer run."""
     traffic, size, kinds = outcome.traffic, region.num_replicas, region.machines
     assert traffic is not None, "a store's"
@@ -107,10 +104,11 @@ def _delegate(region: FleetRun, outcome: Outcome, run: FleetRun) -> Machines:
         count=1,
         step_seconds=step_seconds,
         up_mbit_s=max(_LEAST_LINK * up, up - mbit * traffic.bytes_up),
-        down_mbit_s=max(_LEAST_LINK * down, down - mbit * traffic.bytes_down),
+        # It reads what its machine reads, too.
+        down_mbit_s=max(_LEAST_LINK * down, down - 2 * mbit * traffic.bytes_down),
         latency_seconds=mean([kind.latency_seconds for kind in kinds]),
         hours_between_failures=1 / mean(rates) if any(rates) else math.inf,
-        repair_seconds=2 * run.sync_every * step_seconds,
+        repair_seconds=mean([kind.repair_seconds for kind in kinds]),
     )
 
 
@@ -127,13 +125,14 @@ def _both(run: FleetRun, inner: Sequence[Outcome], outer: Outcome, outer_run: Fl
             creates=known,
             gets=known * size,
             bytes_up=known * run.fragment_bytes,
-            bytes_down=known * (size - 1) * run.fragment_bytes,
+            bytes_down=known * size * run.fragment_bytes,
         ),
         seconds / outer.seconds,
     )
     for outcome in inner:
         assert outcome.traffic is not None, "a store's"
-        traffic += _scaled(outcome.traffic, seconds / outcome.seconds)
+        reads = {name: getattr(outcome.traffic, name) / max(1, size - 1) for name in ("gets", "bytes_down")}
+        traffic += _scaled(outcome.traffic + Traffic(creates=0, bytes_up=0, **reads), seconds / outcome.seconds)
     slowest = min(outer_run.machines, key=lambda kind: kind.up_mbit_s)
     fragment_mbit = 8e-6 * run.fragment_bytes
     to_members = fragment_mbit / slowest.up_mbit_s + fragment_mbit / slowest.down_mbit_s + 2 * run.poll_seconds

@@ -44,8 +44,6 @@ _SECONDS_TO_LEAVE = 25.0
 def meeting(config: TrainConfig) -> Iterator["StoreRendezvous"]:
     """The rendezvous of a run; the engine joins it, and at the end of the context this replica leaves.
 
-    After an error and on a signal, too: payloads on their way are uploaded before, and still counted.
-
     Raises:
         UserError: for a URL or a name that can't be right.
     """
@@ -54,25 +52,30 @@ def meeting(config: TrainConfig) -> Iterator["StoreRendezvous"]:
     )
 
     assert config.rendezvous is not None and config.data.prepared is not None, "the config is resolved"
-    elastic = config.elastic
+    if config.name == (elastic := config.elastic).bridge:
+        raise UserError(f"name={config.name} is the bridge's: give this replica another", "name", "elastic.bridge")
     with setting("rendezvous", config.rendezvous):
         rendezvous = StoreRendezvous(
             config.rendezvous,
             name=config.name,
             num_replicas=config.num_replicas,
-            quorum=elastic.quorum,
-            patience=elastic.patience,
-            weights=elastic.weights,
-            max_stale=elastic.max_stale,
-            num_shares=elastic.num_shares,
-            num_slots=elastic.num_slots,
-            max_local_steps=elastic.max_local_steps,
+            **vars(elastic),
             step_tokens=config.replica_tokens,
             timeout_seconds=config.timeout_seconds,
             facts=facts_with_rendezvous(config) | text_facts(config.data).shared,
         )
-    try:
+    with leaving(rendezvous):
         yield rendezvous
+
+
+@contextmanager
+def leaving(rendezvous: "StoreRendezvous") -> Iterator[None]:
+    """A context at whose end this replica leaves its run.
+
+    After an error and on a signal, too: payloads on their way are uploaded before, and still counted.
+    """
+    try:
+        yield
     except BaseException:
         with suppress(DilocoError):  # the first error is the one to report
             rendezvous.leave(seconds=_SECONDS_TO_LEAVE)

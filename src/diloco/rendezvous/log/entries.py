@@ -11,9 +11,9 @@ import msgspec
 
 from diloco.errors import FileError
 from diloco.outer.cohort import Weights
-from diloco.schema import Count, Name
+from diloco.schema import NAME, Count, Name
 
-FORMAT = 6
+FORMAT = 7
 """Version of the log's format."""
 MOST_REPLICAS = (1 << 16) - 2
 """Numbers of replicas that codecs can tell apart."""
@@ -37,6 +37,8 @@ Norm = Annotated[float, msgspec.Meta(ge=0, le=MOST_NORM)]
 MOST_LOSS = 1e6
 """Largest training loss that is told; it is for people alone."""
 Loss = Annotated[float, msgspec.Meta(ge=-MOST_LOSS, le=MOST_LOSS)]
+BRIDGE = rf"^({NAME})?\Z"
+"""The name of a bridge, or none."""
 _PublicKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
@@ -68,6 +70,8 @@ class Rules:
     """S: rounds of a fragment between two snapshots of it."""
     num_shares: Annotated[int, msgspec.Meta(ge=1, le=MOST_SHARES)] = 1
     """R: shares into which a fragment is cut, each averaged by one replica; 1 with gather."""
+    bridge: Annotated[str, msgspec.Meta(pattern=BRIDGE)] = ""
+    """The name of the bridge, whose outer gradients are shifts; empty where there is none."""
 
     def is_kept(self, round: int) -> bool:
         """True if Θ after a round of a fragment is kept in a snapshot.
@@ -134,7 +138,11 @@ class Contribution(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """One outer step of one fragment."""
+    """One outer step of one fragment; a *shift* if it counts the run's bridge, which it counts alone.
+
+    A shift moves Θ_p without the outer rule, by what another run has decided: Θ_p ← Θ_p − Δ. No replica has to be
+    there for it, and it counts no tokens.
+    """
 
     fragment: Count
     round: Positive

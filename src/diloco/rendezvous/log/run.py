@@ -40,6 +40,8 @@ _MOST_NORMS = 64
 """Norms of which the running median is taken."""
 _FEWEST_NORMS = 8
 """Norms that there must be before one is refused."""
+_MOST_SHIFTS = 1000
+"""Rounds that are remembered beyond max_stale, should they be shifts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,9 @@ class FragmentLog:
     """The bookkeeping of one fragment."""
 
     round: Count = 0
-    """Outer steps."""
+    """Outer steps, shifts included."""
+    averages: tuple[Positive, ...] = ()
+    """The last rounds that were no shifts, max_stale + 1 of them at the most."""
     before: tuple[Checksum, ...] = ()
     """Digests of Θ_p before the last rounds, the newest last: before[-1] is that of round − 1."""
     norms: tuple[Norm, ...] = ()
@@ -104,6 +108,23 @@ class FragmentLog:
     """The last two snapshots."""
     since: tuple[OuterRef, ...] = ()
     """The outer entries since the older of the two snapshots."""
+
+    @property
+    def newest(self) -> int:
+        """The newest round that was no shift: a payload against Θ_p of this or a later round is up to date."""
+        return self.averages[-1] if self.averages else 0
+
+    def oldest_base(self, max_stale: int) -> int:
+        """The least base round of a payload that may be counted: shifts make none stale."""
+        oldest = self.averages[0] if len(self.averages) > max_stale else 0
+        return max(oldest, self.round - len(self.before))
+
+    def stepped(self, body: Outer, max_stale: int, *, is_shift: bool) -> "FragmentLog":
+        """The rounds and digests after one more outer step."""
+        averages = self.averages if is_shift else (*self.averages, body.round)[-max_stale - 1 :]
+        log = replace(self, round=body.round, averages=averages, before=(*self.before, body.before))
+        num_kept = 1 + min(log.round - log.oldest_base(max_stale), max_stale + _MOST_SHIFTS)
+        return replace(log, before=log.before[-num_kept:])
 
     @property
     def bases(self) -> dict[int, Checksum]:
@@ -213,7 +234,7 @@ class RunState:
     """The place that is reached in each slot of the text, in tokens."""
     fragments: tuple[FragmentLog, ...]
     num_outer: Count = 0
-    """Outer entries."""
+    """Outer entries that are no shifts."""
     tokens: Count = 0
     """Tokens of all contributions."""
     losses: Losses = Losses()
@@ -229,10 +250,18 @@ class RunState:
         """Number of the newest entry that changes the allow-list; 0 if none does."""
         return self.kept[-1] if self.kept else 0
 
+    def is_bridge(self, replica: int) -> bool:
+        """True for the run's bridge, which trains nothing: its outer gradients are shifts."""
+        return self.members[replica].name == self.rules.bridge
+
+    def is_shift(self, body: Outer) -> bool:
+        """True for an outer step that takes no average: it counts the bridge."""
+        return any(self.is_bridge(contribution.replica) for contribution in body.contributions)
+
     def is_active(self, replica: int) -> bool:
         """True if decisions wait for a replica."""
         member = self.members[replica]
-        if member.left or member.fenced or self.closed:
+        if member.left or member.fenced or self.closed or self.is_bridge(replica):
             return False
         return self.rules.quorum == "all" or (
             member.last_outer >= last_recent(self.num_outer, self.rules.num_fragments)
@@ -245,13 +274,14 @@ class RunState:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all replicas that have joined."""
-        return frozenset(member.name for member in self.members)
+        """The names of all replicas that have joined, but for the bridge's."""
+        return frozenset(member.name for member in self.members) - {self.rules.bridge}
 
     @property
     def present(self) -> frozenset[str]:
-        """The names of the replicas that have joined and not left."""
-        return frozenset(member.name for member in self.members if not (member.left or member.fenced))
+        """The names of the replicas that have joined and not left, but for the bridge's."""
+        names = frozenset(member.name for member in self.members if not (member.left or member.fenced))
+        return names - {self.rules.bridge}
 
     @property
     def is_complete(self) -> bool:
@@ -271,7 +301,8 @@ class RunState:
             holder = holders.get(slot)
             if holder is None or self.members[holder].name == name:
                 return 0
-            return 1 if self.members[holder].left else 3 if self.is_active(holder) else 2
+            is_kept = self.is_active(holder) or self.is_bridge(holder)
+            return 1 if self.members[holder].left else 3 if is_kept else 2
 
         own = [member.slot for member in self.members if member.name == name]
         if own and rank(own[-1]) == 0:
@@ -290,9 +321,12 @@ class RunState:
             return f"payload {contribution.seq} of replica {replica} was counted already, or one after it"
         if contribution.base_round > log.round:
             return f"round {contribution.base_round} is still to come"
-        if contribution.base_round < log.round - self.rules.max_stale:
+        is_bridge = self.is_bridge(replica)
+        if contribution.base_round < log.oldest_base(self.rules.max_stale) and not is_bridge:
             return f"it was made against round {contribution.base_round}, and this is round {log.round}"
-        return self._refusal_of_amounts(contribution) or self.refusal_of_norm(fragment, contribution.norm)
+        if (reason := self._refusal_of_amounts(contribution)) or is_bridge:
+            return reason
+        return self.refusal_of_norm(fragment, contribution.norm)
 
     def _refusal_of_amounts(self, contribution: Contribution) -> str | None:
         """The reason why the tokens can't be true: they are more than the replica has declared at its join."""
@@ -486,8 +520,10 @@ class RunState:
         member, closes = self.members[author], isinstance(entry.body, Close)
         if member.fenced or (member.left and not closes):
             self._refuse(f"is by replica {author}, which has left, or was replaced")
-        if closes and not (member.left and self.finished):
-            self._refuse("closes the run before its token budget is spent and its author has left")
+        if closes and not (member.left and (self.finished or not self.present)):
+            self._refuse(
+                "closes the run before its token budget is spent or all have left, or its author has left"
+            )
 
     def _joined(self, entry: Entry, body: Join) -> "RunState":
         if entry.author != len(self.members):
@@ -552,19 +588,21 @@ class RunState:
                 self._refuse(f"counts payload {contribution.seq} of replica {contribution.replica}, but {reason}")
         if not self.is_complete:
             self._refuse(f"steps before {self.rules.num_replicas} replicas have joined")
-        if reason := self.refusal_of_replicas(replicas):
+        is_shift, since = self.is_shift(body), OuterRef(number=self.number, body=body)
+        if is_shift and replicas != [author]:
+            self._refuse(f"counts the bridge, {self.rules.bridge}, beside others")
+        if not is_shift and (reason := self.refusal_of_replicas(replicas)):
             self._refuse(reason)
-        since = OuterRef(number=self.number, body=body)
+        norms = () if is_shift else tuple(c.norm for c in body.contributions)
         log = replace(
-            log,
-            round=body.round,
-            before=(*log.before, body.before)[-self.rules.max_stale - 1 :],
-            norms=(*log.norms, *(c.norm for c in body.contributions))[-_MOST_NORMS:],
+            log.stepped(body, self.rules.max_stale, is_shift=is_shift),
+            norms=(*log.norms, *norms)[-_MOST_NORMS:],
             last_seq=log.last_seq | {c.replica: c.seq for c in body.contributions},
             last_round=log.last_round | {self.members[replica].slot: body.round for replica in replicas},
             since=(*log.since, since),
         )
-        return self._with(body.fragment, log)._counted(body.contributions)
+        state = self._with(body.fragment, log)
+        return state if is_shift else state._counted(body.contributions)
 
     def _counted(self, contributions: Sequence[Contribution]) -> "RunState":
         """The state with the contributions of its newest outer entry counted to their replicas."""

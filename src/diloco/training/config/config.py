@@ -290,6 +290,9 @@ class ElasticConfig:
     or 64."""
     max_local_steps: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
     """Inner steps without the store, after which this replica stops; None is 50 · sync_every."""
+    bridge: str | None = None
+    """Name of the process that joins this run, a region, to an outer run (`diloco bridge`); None is the run's, or
+    none."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that are out of range."""

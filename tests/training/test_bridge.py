@@ -1,0 +1,334 @@
+"""Bridges: regions of replicas that come and go, each of which is a replica of an outer run.
+
+Legend: P fragments, Θ_o and Θ_r the parameters of the outer run and of a region, by fragment.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.processes import run_replicas
+from tests.rendezvous.replay import payload_of, replayed
+from tests.rendezvous.replicas import P, Replica, new_model, theta0
+from tests.training.runs import lines, quick_config, summary
+
+import diloco
+from diloco.cli.main import main
+from diloco.engine.parameters import FragmentParameters
+from diloco.engine.replica import Replica as Parts
+from diloco.engine.replica import outer_state
+from diloco.engine.settings import settings_of
+from diloco.outer.digest import parameters_hash
+from diloco.rendezvous.replay import replayed as checked
+from diloco.training.bridge import Bridge, ClosedRegion, Region, asked, run_bridge
+from diloco.training.config.config import CheckpointConfig, DilocoConfig, ElasticConfig, TrainConfig
+from diloco.training.loop import train
+from diloco.training.records.store_runs import initial_parameters
+
+PLAIN = "nesterov:lr=1,momentum=0"
+PACE = {"poll_seconds": 0.004, "timeout_seconds": 20.0, "snapshot_rounds": 1000}
+
+
+def parts(*, combine: str = "gather", **settings) -> Parts:
+    model = new_model()
+    timing = {name: settings.pop(name) for name in ("sync_every", "overlap_steps")}
+    of_engine = settings_of(
+        model,
+        fragments=diloco.sequential(model, layers_per_fragment=1),
+        schedule_for=lambda num_fragments: diloco.Schedule(num_fragments=num_fragments, **timing),
+        combine=combine,
+        error_feedback=None,
+        seed=0,
+        buffers="own",
+        weights="equal",
+        **settings,
+    )
+    parameters = FragmentParameters(model, of_engine.fragments)
+    return Parts(of_engine, parameters, outer_state(of_engine, parameters, offload=False))
+
+
+def trainer(folder: Path, region: str, name: str = "r", **settings) -> Replica:
+    """A replica of a region, towards targets of the region's own."""
+    target = 10 * ("eu", "us").index(region)
+    settings = {"name": name, "bridge": region, "first_target": target, "snapshot_rounds": 1000} | settings
+    return Replica(str(folder / region), **settings)
+
+
+def bridge_of(folder: Path, region: str, *, outer: str | None = None, **settings) -> Bridge:
+    """A bridge that sends every second round of its region."""
+    inside = diloco.StoreRendezvous(str(folder / region), name=region, bridge=region, **PACE)
+    of_region = parts(**({"wire": "fp32"} | settings), outer=None, mixing=0.5, sync_every=6, overlap_steps=0)
+    return joined(folder, Region(of_region, inside), region, outer=outer)
+
+
+def joined(folder: Path, inside: Region | ClosedRegion, name: str, *, outer: str | None = None) -> Bridge:
+    between = diloco.StoreRendezvous(str(folder / "outer"), name=name, **PACE)
+    of_outer = parts(wire="fp32", outer=outer, mixing=0.0, sync_every=2 * P, overlap_steps=1)
+    return Bridge(inside, of_outer, between, folder / "notes" / name)
+
+
+def vanish(bridge: Bridge) -> None:
+    """End as a killed process does."""
+    for membership in (bridge.region, bridge.outer):
+        membership.rendezvous.abort("the test has ended it")
+
+
+def until(condition: Callable[[], bool], *lives: Replica | Bridge) -> None:
+    deadline = time.monotonic() + 40
+    while not condition():
+        assert time.monotonic() < deadline, "it takes too long"
+        for life in lives:
+            life.step()
+        time.sleep(0.003)
+
+
+def shifts(folder: Path, region: str) -> list[dict]:
+    """The contributions that were shifts."""
+    run = replayed(folder / region, theta0())
+    own = {e["author"] for e in run.entries if e["kind"] == "join" and e["body"]["name"] == region}
+    return [c for c in run.contributions if c["replica"] in own]
+
+
+def check_conserved(bridge: Bridge, folder: Path, *, mu: float = 0.9, eta: float = 0.4) -> None:
+    """All that a region has learnt was told to the outer run once, or lies in Θ_o − Θ_r; with FP32 on the wires.
+
+    Σ decoded outer gradients of the bridge + Σ moves of Θ_r by averages + Θ_o − Θ_r − s = 0.
+    """
+    name = bridge.outer.joined.seat.log_thread.state.members[bridge.outer.replica.number].name
+    region, outer = replayed(folder / name, theta0()), replayed(folder / "outer", theta0(), eta=eta, mu=mu)
+    shifted = {(c["fragment"], c["round"]) for c in shifts(folder, name)}
+    own = {e["author"] for e in outer.entries if e["kind"] == "join" and e["body"]["name"] == name}
+    for p, (first, now) in enumerate(zip(bridge.region.rounds, bridge.outer.rounds, strict=True)):
+        learnt = sum(
+            region.outer[p][k] - region.outer[p][k - 1] for k in range(1, first + 1) if (p, k) not in shifted
+        )
+        sent = sum(
+            payload_of(folder / "outer", c, "fp32", 0, p, len(theta0()[p]))
+            for c in outer.contributions
+            if c["replica"] in own and c["fragment"] == p and c["round"] <= now
+        )
+        np.testing.assert_array_equal(bridge.region.vector(p).numpy(), region.outer[p][first])
+        apart = outer.outer[p][now] - region.outer[p][first]
+        move = bridge.outer.moved[p].numpy() if p in bridge.outer.moved else 0
+        assert np.abs(learnt).max() > 0.05
+        np.testing.assert_allclose(sent + learnt + apart - move, 0, atol=2e-5)
+
+
+@pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
+def test_two_regions_of_two_replicas_train_one_model(combine: str, tmp_path: Path) -> None:
+    settings = {"combine": combine, "num_shares": 2} if combine != "gather" else {}
+    replicas = [trainer(tmp_path, region, name, **settings) for region in ("eu", "us") for name in "ab"]
+    bridges = [bridge_of(tmp_path, region, combine=combine) for region in ("eu", "us")]
+    last, sums = replicas[0], [np.zeros(len(theta_p)) for theta_p in theta0()]
+    number, num_shifts = bridges[0].region.replica.number, 0
+    while min(map(min, (bridge.outer.rounds for bridge in bridges))) < 2 or num_shifts < 5:
+        for life in (*replicas[1:], *bridges):
+            life.step()
+        membership, step = last.engine._membership, last.engine.num_steps + 1
+        counts, sent, moved = list(membership.counted), dict(membership.in_flight), list[int]()
+        for outer_step in last.step():
+            p, last_round, _ = outer_step.sync
+            if outer_step.cohort.members == (number,):
+                moved.append(p)
+            elif p in sent and p not in membership.in_flight:
+                averages = last.exchange.state.fragments[p].averages
+                is_late = any(sent[p].base_round < average < last_round for average in averages)
+                assert membership._next_send[p] == (step if is_late else sent[p].step) + 6, (
+                    "a shift makes none late"
+                )
+        for p, (outer_p, theta_p) in enumerate(zip(last.outer(), last.theta(), strict=True)):
+            total = outer_p - theta_p + last.progress[p]
+            if p in moved and counts[p] == membership.counted[p]:
+                np.testing.assert_allclose(total, sums[p], atol=2e-5)
+                num_shifts += 1
+            sums[p] = total
+    for bridge in bridges:
+        check_conserved(bridge, tmp_path)
+        for p in set(range(P)) - bridge.outer.in_flight.keys():
+            bridge._follow()
+            np.testing.assert_array_equal(bridge.outer.replica.parameters.flat(p), bridge.region.vector(p))
+    for replica in replicas:
+        replica.vanish()
+    for bridge in bridges:
+        vanish(bridge)
+
+
+def test_a_region_alone_goes_its_own_way(tmp_path: Path) -> None:
+    replica, bridge = trainer(tmp_path, "eu"), bridge_of(tmp_path, "eu", outer=PLAIN)
+    until(lambda: min(bridge.outer.rounds) >= 4, replica, bridge)
+    check_conserved(bridge, tmp_path, mu=0.0, eta=1.0)
+    moves = [c["norm"] for c in replayed(tmp_path / "outer", theta0(), mu=0.0, eta=1.0).contributions]
+    assert min(moves) > 0.1 and all(c["norm"] < 1e-5 for c in shifts(tmp_path, "eu")), "its Θ is the outer Θ"
+    replica.vanish()
+    vanish(bridge)
+
+
+class CrashError(Exception):
+    """The bridge has died."""
+
+
+@pytest.mark.parametrize("moment", ["sent", "before the shift", "after the shift", "without notes"])
+def test_a_bridge_that_dies_goes_on_and_nothing_is_lost_or_counted_twice(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas = [trainer(tmp_path, region) for region in ("eu", "us")]
+    bridge, other = (bridge_of(tmp_path, region) for region in ("eu", "us"))
+    until(lambda: min(bridge.outer.rounds) >= 2, *replicas, bridge, other)
+    if moment in ("sent", "without notes"):
+        until(lambda: len(bridge.outer.in_flight) > 0, *replicas, bridge)
+        (p, offer), *_ = bridge.outer.in_flight.items()
+        log = bridge.outer.rendezvous.state.fragments[p]
+        until(lambda: bridge.outer.rendezvous.state.fragments[p].round > offer.base_round, *replicas, other)
+        assert bridge.outer.rounds[p] == offer.base_round and log, "counted, and not taken"
+    else:
+        with monkeypatch.context() as patch, pytest.raises(CrashError):
+            patch.setattr(Region, "shift", dies(Region.shift, first=moment == "before the shift"))
+            until(lambda: False, *replicas, bridge, other)
+    vanish(bridge)
+    before, rounds = len(shifts(tmp_path, "eu")), list(other.outer.rounds)
+    until(lambda: all(map(int.__lt__, rounds, other.outer.rounds)), *replicas, other)
+    if moment == "without notes":
+        for note in (tmp_path / "notes" / "eu").iterdir():
+            note.unlink()
+    again = bridge_of(tmp_path, "eu")
+    assert len(shifts(tmp_path, "eu")) > before, "what the other region has learnt meanwhile"
+    rounds = list(again.outer.rounds)
+    until(lambda: all(map(int.__lt__, rounds, again.outer.rounds)), *replicas, again, other)
+    if moment == "without notes":
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
+            check_conserved(again, tmp_path)
+    else:
+        check_conserved(again, tmp_path)
+    check_conserved(other, tmp_path)
+    for replica in replicas:
+        replica.vanish()
+    vanish(again)
+    vanish(other)
+
+
+def dies(shift: Callable[..., bool], *, first: bool) -> Callable[..., bool]:
+    """A shift at whose beginning or end the bridge dies."""
+
+    def dying(region: Region, *arguments) -> bool:
+        if not first:
+            shift(region, *arguments)
+        raise CrashError
+
+    return dying
+
+
+def test_a_region_that_ends_sends_what_is_not_counted_and_the_last_closes_the_outer_run(tmp_path: Path) -> None:
+    replicas = [trainer(tmp_path, region) for region in ("eu", "us")]
+    bridges = [bridge_of(tmp_path, region) for region in ("eu", "us")]
+    until(lambda: min(map(min, (bridge.outer.rounds for bridge in bridges))) >= 1, *replicas, *bridges)
+    for replica, bridge in zip(replicas, bridges, strict=True):
+        replica.seen(replica.engine.finish(flush=True, close=True))
+        until(lambda bridge=bridge: bridge.region.is_closed, bridge)
+        bridge.finish()
+        check_conserved(bridge, tmp_path)
+        for rendezvous in (replica.exchange, bridge.region.rendezvous, bridge.outer.rendezvous):
+            rendezvous.leave()
+    outer = replayed(tmp_path / "outer", theta0())
+    assert outer.entries[-1]["kind"] == "close" and outer.entries[-1]["author"] == 1
+    assert [e["body"]["finished"] for e in outer.entries if e["kind"] == "leave"] == [False, False]
+
+
+def test_a_region_that_ended_without_its_bridge_is_sent_when_that_is_back(tmp_path: Path) -> None:
+    replicas = [trainer(tmp_path, region) for region in ("eu", "us")]
+    bridge, other = (bridge_of(tmp_path, region) for region in ("eu", "us"))
+    until(lambda: min(bridge.outer.rounds) >= 1 and bridge.outer.in_flight, *replicas, bridge, other)
+    vanish(bridge)
+    rounds = list(replicas[0].rounds)
+    until(lambda: all(map(int.__lt__, rounds, replicas[0].rounds)), *replicas, other)
+    replicas[0].seen(replicas[0].engine.finish(flush=True, close=True))
+    replicas[0].exchange.leave()
+    replay = checked(str(tmp_path / "eu"), initial=lambda facts: dict(new_model().named_parameters()))
+    parameters = parts(wire="fp32", outer=None, mixing=0.0, sync_every=6, overlap_steps=0).parameters
+    vectors = [parameters.flat_of(p, replay.parameters()) for p in range(P)]
+    back = joined(tmp_path, ClosedRegion(replay, vectors), "eu")
+    back.finish()
+    check_conserved(back, tmp_path)
+    assert not back.outer.uncounted_fragments() and not back.outer.rendezvous.state.closed, "the other goes on"
+    back.outer.rendezvous.leave()
+    replicas[1].vanish()
+    vanish(other)
+
+
+STEPS = 48
+
+
+def be_a_process(configs: list[TrainConfig], folder: Path) -> None:
+    """One of four replicas of two regions, or a bridge; the second bridge is killed, and starts again."""
+    number, outer = int(os.environ["DILOCO_REPLICA"]), str(folder / "outer")
+    os.chdir(folder)
+    if number < 4:
+        train(configs[number], on_step=lambda metrics: time.sleep(0.02))
+        return
+    region, has_died = str(folder / ("eu" if number == 4 else "us")), folder / "has-died"
+    while not Path(region, "log", "0000000000").exists() or (number == 6 and not has_died.exists()):
+        time.sleep(0.01)
+    if number != 5:
+        main(["bridge", region, outer, "--num-replicas", "2", "--diloco.sync-every", "6"])
+        return
+    config = asked(region, outer)
+    num_steps = 0
+
+    def die(*_: object) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 4:
+            has_died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run_bridge(
+        replace(config, num_replicas=2, diloco=replace(config.diloco, sync_every=6), timeout_seconds=30.0),
+        on_step=die,
+    )
+
+
+@pytest.mark.slow
+def test_processes_of_two_regions_and_their_bridges_train_one_model(tmp_path, small_corpus, capsys) -> None:
+    rows = small_corpus.read_text().splitlines(keepends=True)
+    configs = []
+    for place, region in enumerate(("eu", "us")):
+        text = tmp_path / f"{region}.jsonl"
+        text.write_text("".join(rows[place::2]))
+        config = quick_config(
+            tmp_path,
+            text,
+            rendezvous=str(tmp_path / region),
+            num_tokens=STEPS * 8 * 32,
+            diloco=DilocoConfig(sync_every=4, layers_per_fragment=1, overlap_steps=1),
+            elastic=ElasticConfig(bridge=f"{region}-bridge"),
+            checkpoint=CheckpointConfig(every_steps=0),
+        )
+        configs += [replace(config, name=f"{region}-{name}") for name in "ab"]
+    run_replicas(be_a_process, 7, configs, tmp_path, joined=False, mortal=[5], timeout_seconds=120)
+    for region in ("eu", "us"):
+        replay = checked(str(tmp_path / region), initial=initial_parameters)
+        hashes = {summary(tmp_path / "runs" / f"{region}-{name}")["outer_hash"] for name in "ab"}
+        assert hashes == {parameters_hash(replay.parameters())}
+        steps = [
+            step for line in lines(tmp_path / "runs" / f"{region}-a", 0) for step in line.get("outer_steps", [])
+        ]
+        assert {*steps[-1]["contributors"]} <= {f"{region}-a", f"{region}-b", f"{region}-bridge"}
+        assert any(f"{region}-bridge" in step["contributors"] for step in steps)
+    outer = checked(str(tmp_path / "outer"), initial=initial_parameters)
+    assert outer.state.closed and outer.checked.steps == outer.state.num_outer > 12
+    names = [member.name for member in outer.state.members]
+    assert sorted(names) == ["eu-bridge", "us-bridge", "us-bridge"]
+    tokens = {name: sum(m.tokens for m in outer.state.members if m.name == name) for name in names}
+    assert all(0.9 < count / (3 * STEPS * 8 * 32) <= 1.05 for count in tokens.values()), "each token once"
+    capsys.readouterr()
+    losses = []
+    for store in ("outer", "eu", "us"):
+        prepared = configs[2 * (store == "us")].data.prepared
+        main(["eval", str(tmp_path / store), "--prepared", str(prepared), "--json"])
+        losses.append(json.loads(capsys.readouterr().out)["eval_loss"])
+    assert losses[0] < 1.1 * min(losses[1:]) < 4, losses
