@@ -18,7 +18,7 @@ from diloco.rendezvous.prices import Prices, Traffic, run_traffic
 from diloco.simulator.churn import in_store, part_counted
 from diloco.simulator.fixed_members import AGREE_SECONDS, group_tokens_per_second, with_members
 from diloco.simulator.fleet import FleetRun, Machines, part_of_time
-from diloco.simulator.planner import decided_seconds
+from diloco.simulator.link_planner import decided_seconds
 
 _HOUR_SECONDS = 3600.0
 _ROUNDS, _NUM_FAILURES = (50, 150), 100

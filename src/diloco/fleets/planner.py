@@ -39,7 +39,7 @@ from diloco.scaling.power_laws import LAWS, SEQUENCE_LENGTH, Estimate
 from diloco.scaling.prediction import expected_loss
 from diloco.simulator.description import ModelSize
 from diloco.simulator.fleet import FleetRun, Machines
-from diloco.simulator.planner import WIRES, device_memory_gib
+from diloco.simulator.link_planner import WIRES, device_memory_gib
 from diloco.units import amount
 from diloco.wire.formats import parse
 
