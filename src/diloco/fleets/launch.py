@@ -72,20 +72,32 @@ def start(fleet: Fleet, engine: EngineName, directory: Path) -> Launch:
         directory: the launch's, whose name is the launch's name.
 
     Raises:
-        UserError: if the fleet can't work on the engine, or runs already.
+        UserError: if the fleet can't work on the engine, runs already, or has the name of another one that runs.
         DilocoError: if the engine refuses; the record holds what it has accepted.
     """
     directory = directory.absolute()
-    if (directory / _RECORD).exists():
-        running = [name for name, state in states(directory).items() if state in ("waiting", "running")]
-        if running:
-            raise UserError(
-                f"{directory} is launched already, and {running[0]} has not ended: stop the launch, or choose "
-                "another output",
-                "output",
-            )
+    if (directory / _RECORD).exists() and (running := _living(states(directory))):
+        raise UserError(
+            f"{directory} is launched already, and {running[0]} has not ended: stop the launch, or choose another "
+            "output",
+            "output",
+        )
     planned(fleet, engine, directory)
-    return _submit(_Record(engine=engine, name=checked_name(directory.name), fleet=fleet), directory, fleet.names)
+    record = _Record(engine=engine, name=checked_name(directory.name), fleet=fleet)
+    launch, known = _launch(record, directory), _ENGINES[engine]
+    jobs = {name: job for name in fleet.names if (job := known.job(launch, name)) is not None}
+    if jobs and (running := _living(known.states(launch.with_jobs(jobs)))):
+        raise UserError(
+            f"{engine} runs a launch of this name, {launch.name}, from another directory, whose {running[0]} has "
+            "not ended: stop that one, or choose an output of another name",
+            "output",
+        )
+    return _submit(record, directory, fleet.names)
+
+
+def _living(states: Mapping[str, State]) -> list[str]:
+    """The machines that run, or wait."""
+    return [name for name, state in states.items() if state in ("waiting", "running")]
 
 
 def states(directory: Path) -> Mapping[str, State]:
