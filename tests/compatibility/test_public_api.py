@@ -71,8 +71,8 @@ def test_the_public_names_and_arguments_are_those_that_are_listed():
     listed, names = LIST.read_text(encoding="utf-8").splitlines(), sorted(exported())
     gone, new = sorted({*listed} - {*names}), sorted({*names} - {*listed})
     assert names == listed, (
-        f"{gone} are gone: keep them for a minor version with a warning (docs/reference/versions.md); {new} are new, "
-        "for which write the list anew"
+        f"{gone} are gone: keep them for a minor version with a warning (docs/reference/versions.md); {new} are "
+        "new: write the list anew"
     )
 
 
