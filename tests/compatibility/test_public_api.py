@@ -18,7 +18,7 @@ LIST = Path(__file__).with_name("public_api.txt")
 
 
 def exported() -> Iterator[str]:
-    """What `diloco`, `diloco.extend` and each integration export, with arguments, and the command line's verbs."""
+    """The exports of `diloco`, `diloco.extend` and each integration, with arguments, and the verbs."""
     for module in (diloco, diloco.extend):
         for name in module.__all__:
             yield from lines(f"{module.__name__}.{name}", getattr(module, name))

@@ -14,8 +14,7 @@ import numpy as np
 from diloco.errors import UserError
 from diloco.presets import METHODS, PRESETS, Method
 from diloco.rendezvous.prices import Traffic, longest_poll, run_traffic
-from diloco.simulator.bandwidth import reaches
-from diloco.simulator.description import MethodSettings, ModelSize, Replica
+from diloco.simulator.description import MethodSettings, ModelSize, Replica, reaches
 from diloco.simulator.physical import PhysicalModel
 from diloco.wire.formats import parse
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from diloco.errors import UserError
 from diloco.rendezvous.prices import PROVIDERS, R2
 from diloco.report.terminal.screen import Screen
-from diloco.simulator.bandwidth import GBIT_S
+from diloco.simulator.description import GBIT_S
 from diloco.simulator.fleet import Outcome
 from diloco.simulator.link_planner import LinkPlan, LinkTask, Remedy, feasible, presets, remedy
 from diloco.simulator.published import (
