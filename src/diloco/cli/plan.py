@@ -285,6 +285,7 @@ def _measure(
     target: float,
     json: bool,
 ) -> None:
+    """Time the recipe's step, and the link where none is given, and plan with them."""
     from diloco.training.config.config import fields_with, get
     from diloco.training.measure import measurable, measure_alone
     from diloco.training.processes import launch, slow_imports, under_a_launcher

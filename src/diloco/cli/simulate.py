@@ -140,6 +140,7 @@ class SimulatedRun:
         )
 
     def _check(self) -> None:
+        """Refuse lengths out of range, and a run in which nothing would be sent."""
         lengths = (
             ("sync_every", self.settings.sync_every, 100_000),
             ("num_layers", self.size.num_layers, 10_000),

@@ -132,6 +132,7 @@ def _service(launch: Launch) -> dict[str, Any]:
 
 
 def _job(launch: Launch, kind: Kind, size: int) -> dict[str, Any]:
+    """The Job of a kind's machines."""
     is_group = launch.fleet.launch.rendezvous is None
     labels = {_LAUNCH: launch.name}
     # A pod that is preempted or drained does not count as a failure.
@@ -154,6 +155,7 @@ def _job(launch: Launch, kind: Kind, size: int) -> dict[str, Any]:
 
 
 def _pod(launch: Launch, kind: Kind) -> dict[str, Any]:
+    """The pod of a machine: one container, which runs its script."""
     fleet, request = launch.fleet, kind.launch.kubernetes
     hosts = (f"{launch.name}-{name}-0.{launch.name}" for name in (fleet.machines[0].name, kind.name))
     first, site = hosts

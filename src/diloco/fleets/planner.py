@@ -398,6 +398,7 @@ def all_plans(task: FleetTask) -> Sequence[FleetPlan]:
 def _all_plans(
     fleet: FleetRun, prices: PriceTable, num_tokens: float, least_outer_steps: int
 ) -> Sequence[FleetPlan]:
+    """The search: each set of machines with each H, fragment size, codec, way to combine and meeting point."""
     num_layers = ModelSize(num_params=fleet.num_params).num_layers
     # Not a fragment larger than the model, which the smallest size is.
     sizes = dict.fromkeys(min(size, num_layers) for size in LAYERS_PER_FRAGMENT)

@@ -38,6 +38,7 @@ class Slurm:
         return Submission(files=files, commands=tuple(commands))
 
     def _files(self, launch: Launch, kind: Kind) -> dict[str, str]:
+        """The batch script of a kind; of a site, the script of each of its machines, too."""
         fleet, request = launch.fleet, kind.launch.slurm
         wanted = {name: getattr(request, name) for name in ("partition", "gres", "time", "qos", "account")}
         options = [f"--job-name={launch.name}-{kind.name}", "--open-mode=append"]

@@ -1,8 +1,8 @@
 """The module of a model family: its base class, with the default loss, cross-entropy with z-loss.
 
 The loss takes a few rows of logits at a time, so that logits are kept in their own dtype only. Every operation is
-that of the plain equation, in its order: loss and gradient have the bits of torch's autograd. A GPU has kernels for
-it, which read the logits once each way; their results differ from these by rounding only.
+that of the plain equation, in its order: loss and gradient have the bits of torch's autograd. A GPU has kernels
+for it, which read the logits once each way; their results differ from these by rounding only.
 
 Shapes: B sequences, T tokens, V vocabulary, R rows, r of them at a time.
 """

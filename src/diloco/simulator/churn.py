@@ -193,6 +193,7 @@ class _Fleet:
         self._fail(events[~is_joining])
 
     def _join(self, joins: Places) -> None:
+        """Let replicas join anew: they plan their sends, and are waited for."""
         since = self.event_M[joins]
         self.num_joins += len(joins)
         self.is_gone_M[joins] = self.has_left_M[joins] = False
@@ -205,6 +206,7 @@ class _Fleet:
         self.waits_PM[:, joins] = np.inf  # its join fences the replica that it was
 
     def _fail(self, fails: Places) -> None:
+        """Let machines fail: they lose what is neither counted nor in a checkpoint, and are back after a pause."""
         until = self.event_M[fails]
         has_notice = self.notice_M[fails] >= self.upload_M[fails] * self.run.num_fragments
         unsent_seconds = (until - self.counted_PM[:, fails]).mean(axis=0)
