@@ -147,7 +147,7 @@ def _batches(parts: list[_Part], batch_tokens: int) -> Iterator[list[_Part]]:
 
 
 def _score(model: LanguageModel, group: list[_Part], device: torch.device) -> list[Likelihood]:
-    """The likelihoods of parts whose contexts have one length: each context is read once, then the continuations."""
+    """The likelihoods of parts whose contexts have one length: each is read once, then the continuations."""
     contexts = list(dict.fromkeys(context for _, context, _ in group))
     row_of = {context: row for row, context in enumerate(contexts)}
     rows_R = torch.tensor([row_of[context] for _, context, _ in group], dtype=torch.int64, device=device)
