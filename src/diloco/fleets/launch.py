@@ -1,5 +1,6 @@
 """Launches: a fleet is started on an engine, looked at, resized, and ended; each launch has a directory."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from diloco.schema import Name, checked_name, read_json
 LAUNCHES = Path("launches")
 """The directory of launches that are given by name."""
 _RECORD = "launch.json"
+_SECONDS_BETWEEN_RECORDS = 1.0
+"""Slurm accepts twenty thousand machines at once, and a record of them has a megabyte."""
 _ENGINES: Mapping[EngineName, Engine] = {
     "local": Local(),
     "slurm": Slurm(),
@@ -64,7 +67,7 @@ def planned(fleet: Fleet, engine: EngineName, directory: Path) -> Submission:
 
 
 def start(fleet: Fleet, engine: EngineName, directory: Path) -> Launch:
-    """Launch a fleet, and write its record to its directory as each machine is submitted.
+    """Launch a fleet, and write its record to its directory as machines are submitted.
 
     Args:
         fleet: the machines.
@@ -165,8 +168,14 @@ def _submit(record: _Record, directory: Path, names: Sequence[str]) -> Launch:
     _save(record, directory)
     for name in names:
         (directory / f"{name}{EXIT_SUFFIX}").unlink(missing_ok=True)  # of an earlier launch
-    for name, job in _ENGINES[record.engine].submit(_launch(record, directory), names):
-        record.jobs[name] = job
+    saved = time.monotonic()
+    try:
+        for name, job in _ENGINES[record.engine].submit(_launch(record, directory), names):
+            record.jobs[name] = job
+            if time.monotonic() > saved + _SECONDS_BETWEEN_RECORDS:
+                _save(record, directory)
+                saved = time.monotonic()
+    finally:
         _save(record, directory)
     return _launch(record, directory)
 
