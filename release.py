@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--pythons", nargs="*", default=["python3.11"], help="those that have a torch to install")
     parser.add_argument("--without-torch", nargs="*", default=[], help="those that have none")
     asked = parser.parse_args()
-    shutil.rmtree(asked.output, ignore_errors=True)
+    clear(asked.output)
     files = build(ROOT, asked.output)
     for name, digest in again(asked.output).items():
         if digest != sha256(asked.output / name):
@@ -48,6 +48,16 @@ def main() -> None:
             installed(python, wheel, extra)
     for python in asked.without_torch:
         without_torch(python, wheel)
+
+
+def clear(output: Path) -> None:
+    """Delete an earlier release; ends with 1 at a directory that holds anything else."""
+    files = [*output.iterdir()] if output.exists() else []
+    for file in files:
+        if not (file.is_file() and file.name.startswith("diloco-") and file.name.endswith((".whl", ".tar.gz"))):
+            raise SystemExit(f"{output} holds {file.name}, which is no part of a release: choose another --output")
+    for file in files:
+        file.unlink()
 
 
 def build(source: Path, output: Path) -> list[Path]:

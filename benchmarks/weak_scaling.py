@@ -10,8 +10,7 @@ import argparse
 
 import numpy as np
 
-from diloco.simulator.bandwidth import GBIT_S
-from diloco.simulator.description import MethodSettings, ModelSize, Replica
+from diloco.simulator.description import GBIT_S, MethodSettings, ModelSize, Replica
 from diloco.simulator.physical import PhysicalModel
 
 NUM_REPLICAS = (2, 4, 8, 16, 32, 64)

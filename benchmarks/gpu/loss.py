@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from diloco.models import cross_entropy as module
-from diloco.models.cross_entropy import cross_entropy
+from diloco.models import language_model as module
+from diloco.models.language_model import cross_entropy
 from diloco.wire.kernels import gpu
 from gpu.place import Measurements, Place, Row
 

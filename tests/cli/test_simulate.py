@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from diloco.cli.main import main
-from diloco.simulator.bandwidth import GBIT_S
+from diloco.simulator.description import GBIT_S
 
 RUN = ["--num-params", "1e9", "--num-layers", "24", "--step-seconds", "0.1"]
 

@@ -153,13 +153,20 @@ def test_two_replicas_of_three_that_read_the_same_are_named(combine):
     assert run_replicas(train_two_alike, 3, combine, False) == [(10, None)] * 3
 
 
-@pytest.mark.parametrize("num_elements", [7, 15])
-def test_few_elements_prove_nothing(num_elements):
-    """A merge that two inner steps of a tiny model can undo by themselves."""
-    model = torch.nn.Linear(num_elements, 1, bias=False)
-    engine = engine_of(model, sync_every=2, exchange=diloco.LoopbackExchange(), mixing=0.0)
-    kept = model.weight.detach().clone()
-    for step in range(9):
-        with torch.no_grad():
-            model.weight.copy_(kept + step)
-        engine.step()
+@pytest.mark.parametrize(("width", "is_noticed"), [(7, False), (8, True)])
+def test_few_elements_prove_nothing(width, is_noticed):
+    """Inner steps that undo merges: of 28 elements, as a tiny model's may by themselves, and of 32."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, 1, bias=False) for _ in range(4)))
+    slow = diloco.Nesterov(lr=0.1, momentum=0.0)
+    engine = engine_of(model, sync_every=2, exchange=diloco.LoopbackExchange(), mixing=0.0, outer=slow)
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    try:
+        for step in range(12):
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), kept, strict=True):
+                    parameter.copy_(value + step)
+            engine.step()
+    except diloco.UserError as error:
+        assert is_noticed and "was undone by the next inner step" in str(error)
+    else:
+        assert not is_noticed

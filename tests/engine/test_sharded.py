@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 import diloco
 from diloco.engine.parameters import gathered, local
-from diloco.models.cross_entropy import cross_entropy
 from diloco.models.decoder_config import DecoderConfig
+from diloco.models.language_model import cross_entropy
 from diloco.outer.digest import parameters_hash
 from diloco.schedule import Sync
 

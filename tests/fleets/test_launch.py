@@ -15,9 +15,9 @@ from tests.fleets.cases import NAMES, check_run, num_steps, wait, write_fleet
 
 from diloco.cli.main import main
 from diloco.errors import DilocoError, FileError, UserError
+from diloco.fleets.engine import as_yaml
 from diloco.fleets.fleet_file import Fleet, read_launch
 from diloco.fleets.launch import planned, resize, start, states, stop
-from diloco.fleets.yaml import yaml as written
 from diloco.simulator.fleet import read_fleet
 
 STORE = "launch.command = 'diloco train laptop --rendezvous s3://bucket/run'"
@@ -140,7 +140,7 @@ def test_a_dry_run_writes_what_would_be_submitted_and_starts_nothing(tmp_path, c
     directory = Path("launches", "fleet")
     assert lines[:2] == [str(directory / "a100.sbatch"), str(directory / "4090.sbatch")]
     batch = str((directory / "a100.sbatch").absolute())
-    assert lines[2] == f"sbatch --parsable --array=0,1 {batch}"
+    assert lines[2] == f"sbatch --parsable --array=0-1 {batch}"
     assert {path.name for path in directory.iterdir()} == {"a100.sbatch", "4090.sbatch"}
     for words, sentence in (
         ("status fleet", "fleet holds no launch: "),
@@ -269,6 +269,7 @@ from pathlib import Path
 with Path("calls").open("a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\\n")
 PREFIX = "batch.kubernetes.io/job-"
+is_applied = '["apply"' in Path("calls").read_text()
 deleted = [json.loads(line)[2] for line in Path("calls").read_text().splitlines() if '["delete"' in line]
 if sys.argv[1:3] == ["get", "job"]:  # run-4090 has ended before
     ended = dict(type="Failed", status="True")
@@ -286,9 +287,10 @@ elif sys.argv[1] == "get":
         )
         for index, time, phase in pods
     ]
-    jobs = [] if "run-a100" in deleted else ["run-a100", "run-4090"]
-    items = [] if "run-a100" in deleted else items
-    items += [dict(kind="Job", metadata=dict(name=name)) for name in jobs]
+    jobs = [] if "run-a100" in deleted else ["run-a100", "run-4090"] if is_applied else ["run-4090"]
+    items = items if is_applied and jobs else []
+    status = dict(conditions=[] if is_applied else [dict(type="Failed", status="True")])
+    items += [dict(kind="Job", metadata=dict(name=name), status=status) for name in jobs]
     print(json.dumps(dict(items=items)))
 """
 SKY = """#!{python}
@@ -298,6 +300,7 @@ with Path("calls").open("a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\\n")
 if sys.argv[1:3] == ["jobs", "queue"]:
     rows = [(3, "run-a100-0", "RECOVERING"), (1, "run-a100-0", "FAILED"), (2, "run-a100-1", "RUNNING")]
+    rows = rows if '"launch"' in Path("calls").read_text() else []
     print(json.dumps([dict(job_id=i, job_name=name, status=status) for i, name, status in rows]))
 """
 
@@ -320,6 +323,8 @@ def test_the_engines_programs_are_called_and_their_answers_read(engine, program,
         "skypilot": {"a100-0": "waiting", "a100-1": "running", "4090-0": "lost"},
     }
     assert seen == expected[engine]
+    with pytest.raises(UserError, match=f"{engine} runs a launch of this name, run, from another directory"):
+        start(fleet_of(tmp_path, image + STORE + MACHINES), engine, tmp_path / "another" / "run")
     assert resize(tmp_path / "run", {"a100": 3}) == (("a100-2",), ())
     assert resize(tmp_path / "run", {"a100": 1}) == ((), ("a100-1", "a100-2"))
     stop(tmp_path / "run")
@@ -439,7 +444,7 @@ def test_the_simulator_reads_the_same_file(tmp_path):
             read(tmp_path / "fleet.toml")
 
 
-def test_our_yaml_is_what_a_parser_reads():
+def test_yaml_is_what_any_parser_reads():
     value = {
         "a": [],
         "b": {},
@@ -449,4 +454,6 @@ def test_our_yaml_is_what_a_parser_reads():
         "4": True,
         "g": "\t",
     }
-    assert yaml.safe_load(written(value)) == value
+    assert yaml.safe_load(as_yaml(value)) == value
+    # PyYAML reads it as a text without quotes, too; kubectl, as a number.
+    assert as_yaml({"a": "1e3"}) == '"a": "1e3"\n'

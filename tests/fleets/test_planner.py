@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from diloco.cli.main import main
@@ -73,9 +74,12 @@ def test_machines_in_a_free_store_by_hand():
     run = plan.run
     step, up, join = run.machines[0].step_seconds, 24 * 3600, 8e9 * 8 / 1e11 + 10 * 0.02
     assert step == pytest.approx(6 * 1e9 * run.step_tokens / 60e12)
-    unsent = (50 + run.overlap_steps) / 2 * step
-    assert 300 < unsent < 600, "less than the time between checkpoints, and not much less"
-    goodput = up / (up + 600 + join) * (1 - (unsent - unsent**2 / 1200) / up)
+    # Work since a fragment's last payload, of which one is sent every H/P steps, or since the last checkpoint.
+    sent = 8e-6 * run.fragment_bytes / 1e5 + 2 * 0.02
+    parts = (np.arange(1000) + 0.5) / 1000
+    unsent = sent + 50 * step * (0.5 + (parts[:, None] - 0.5) / run.num_fragments)
+    assert 300 < unsent.mean() < 400, "less than the time between checkpoints, and not much less"
+    goodput = up / (up + 600 + join) * (1 - np.minimum(unsent, 600 * parts).mean() / up)
     hours = 20e9 * step / (4 * run.step_tokens * goodput) / 3600
     assert plan.hours == pytest.approx(hours, rel=1e-6)
     assert plan.dollars == pytest.approx(hours * 4 * 0.4 * (up + join) / (up + join + 600), rel=1e-6)

@@ -198,6 +198,9 @@ def test_a_launch_on_ray_survives_the_death_of_an_actor(cluster, small_corpus, t
     fleet = write_fleet(tmp_path, small_corpus, num_tokens=60_000, machine=small)
     launch = tmp_path / "launch"
     main(["launch", str(fleet), "--on", "ray", "--output", str(launch)])
+    with pytest.raises(SystemExit):
+        main(["launch", str(fleet), "--on", "ray", "--output", str(tmp_path / "another" / "launch")])
+    assert "ray runs a launch of this name, launch, from another directory" in capsys.readouterr().err
     wait(lambda: min(num_steps(tmp_path, name) for name in NAMES) >= 10)
     run = tmp_path / "runs" / "b-0"
     others = [process_of(tmp_path / "runs" / name) for name in ("a-0", "a-1")]

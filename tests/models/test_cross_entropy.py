@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from diloco.models import cross_entropy as module
-from diloco.models.cross_entropy import cross_entropy
-from diloco.models.language_model import LanguageModel
+from diloco.models import language_model as module
+from diloco.models.language_model import LanguageModel, cross_entropy
 
 
 def plain(logits_RxV: Tensor, target_R: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,6 @@ import torch
 from tests.models.gpt2 import write_config, write_model
 
 from diloco.errors import FileError, UserError
-from diloco.models.cross_entropy import cross_entropy
 from diloco.models.decoder_config import DecoderConfig, ladder
 from diloco.models.families import load_family
 from diloco.models.hugging_face_config import (
@@ -20,6 +19,7 @@ from diloco.models.hugging_face_config import (
     parse_lora,
     transformers_config,
 )
+from diloco.models.language_model import cross_entropy
 from diloco.models.writer import Writer
 
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers

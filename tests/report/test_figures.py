@@ -40,7 +40,7 @@ from diloco.report.figures.simulator import (
 from diloco.scaling.judgement import EXTRAPOLATED, EXTRAPOLATED_PARAMS
 from diloco.scaling.laws import Laws
 from diloco.scaling.table import PUBLISHED_PARAMS, Point, published_table
-from diloco.simulator.bandwidth import GBIT_S
+from diloco.simulator.description import GBIT_S
 
 pytest.importorskip("matplotlib")
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from diloco.models.decoder_config import DecoderConfig
-from diloco.report.reach import reach
-from diloco.scaling.reach import FINDINGS, training_seconds
+from diloco.report.reach import FINDINGS, reach, training_seconds
 from diloco.training.config.recipes import recipe
 
 

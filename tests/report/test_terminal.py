@@ -24,7 +24,7 @@ from diloco.report.terminal.training import (
     preparation_progress,
     start_lines,
 )
-from diloco.simulator.planner import Task, feasible, remedy
+from diloco.simulator.link_planner import LinkTask, feasible, remedy
 from diloco.training.config.forecast import forecast
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import Budget, resolved
@@ -168,7 +168,7 @@ def test_a_resume_says_from_where_it_goes_on(step, line):
     assert output.getvalue() == line + "\n"
 
 
-def printed(wanted: Task) -> tuple[str, dict[str, float]]:
+def printed(wanted: LinkTask) -> tuple[str, dict[str, float]]:
     """The sentence about an infeasible target, and its numbers as printed."""
     sentence = remedy_sentence(wanted, remedy(wanted))
     patterns = {

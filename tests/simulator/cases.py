@@ -8,8 +8,8 @@ from tests.simulator.reference import Events
 
 from diloco.presets import METHODS
 from diloco.simulator.description import MethodSettings, ModelSize, Replica
+from diloco.simulator.link_planner import LinkTask
 from diloco.simulator.physical import PhysicalModel
-from diloco.simulator.planner import Task
 
 
 @st.composite
@@ -67,12 +67,12 @@ def events(model: PhysicalModel, compute_SxM: np.ndarray, gbit_s: float, kind: t
     )
 
 
-def task(gbit_s: float, *, num_replicas: int = 2, latency_seconds: float = 0.05) -> Task:
+def task(gbit_s: float, *, num_replicas: int = 2, latency_seconds: float = 0.05) -> LinkTask:
     """A 7B model of 7 layers, for 20 tokens a parameter."""
     replica = Replica(step_seconds=2.3, gbit_s=gbit_s, latency_seconds=latency_seconds)
     size = ModelSize(num_params=7e9, num_layers=7)
-    return Task(size=size, replicas=(replica,) * num_replicas, num_steps=66_757)
+    return LinkTask(size=size, replicas=(replica,) * num_replicas, num_steps=66_757)
 
 
-def with_replicas(original: Task, **changes: float) -> Task:
+def with_replicas(original: LinkTask, **changes: float) -> LinkTask:
     return replace(original, replicas=tuple(replace(replica, **changes) for replica in original.replicas))

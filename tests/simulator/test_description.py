@@ -2,8 +2,15 @@ import numpy as np
 import pytest
 
 from diloco.presets import METHODS
-from diloco.simulator.bandwidth import GBIT_S, needed_gbit_s
-from diloco.simulator.description import MethodSettings, ModelSize, Replica, Stragglers, replicas_of
+from diloco.simulator.description import (
+    GBIT_S,
+    MethodSettings,
+    ModelSize,
+    Replica,
+    Stragglers,
+    needed_gbit_s,
+    replicas_of,
+)
 
 
 @pytest.mark.parametrize("fragments", ["strided", "sequential"])

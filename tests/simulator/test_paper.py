@@ -8,8 +8,7 @@ from tests.simulator.reference import paper_seconds
 
 from diloco.errors import UserError
 from diloco.presets import METHODS
-from diloco.simulator.bandwidth import GBIT_S
-from diloco.simulator.description import MethodSettings
+from diloco.simulator.description import GBIT_S, MethodSettings
 from diloco.simulator.paper import PaperModel, PaperRun
 from diloco.simulator.published import (
     OVERTRAINING_COSTS,

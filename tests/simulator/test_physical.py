@@ -9,8 +9,7 @@ from tests.simulator.cases import events, models
 from tests.simulator.reference import OneLane
 
 from diloco.presets import METHODS
-from diloco.simulator.bandwidth import GBIT_S
-from diloco.simulator.description import MethodSettings, ModelSize, Replica, Stragglers
+from diloco.simulator.description import GBIT_S, MethodSettings, ModelSize, Replica, Stragglers
 from diloco.simulator.physical import PhysicalModel, PhysicalRun
 from diloco.simulator.steady import growth_rate
 

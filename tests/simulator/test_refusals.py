@@ -10,8 +10,14 @@ from tests.simulator.test_timeline import PHYSICAL
 from tests.simulator.test_wall_clock import MACHINE, RUN
 
 from diloco.errors import UserError
-from diloco.simulator.bandwidth import checked_gbit_s
-from diloco.simulator.description import MethodSettings, ModelSize, Replica, Stragglers, replicas_of
+from diloco.simulator.description import (
+    MethodSettings,
+    ModelSize,
+    Replica,
+    Stragglers,
+    checked_gbit_s,
+    replicas_of,
+)
 from diloco.simulator.paper import PaperModel
 from diloco.simulator.physical import PhysicalModel
 from diloco.simulator.timeline import physical_timeline

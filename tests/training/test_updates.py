@@ -16,13 +16,17 @@ from tests.training.cases import narrow, resolved, world_on_cpu
 from diloco.engine.parameters import gathered, own_place, sharded_like
 from diloco.errors import UserError
 from diloco.training.config.config import OptimizerConfig
-from diloco.training.optimizer import InnerOptimizer, inner_optimizer, learning_rate
+from diloco.training.optimizer import (
+    SGD,
+    AdamW,
+    InnerOptimizer,
+    Muon,
+    ScheduleFree,
+    Update,
+    inner_optimizer,
+    learning_rate,
+)
 from diloco.training.state import initial_state
-from diloco.training.updates.adamw import AdamW
-from diloco.training.updates.muon import Muon
-from diloco.training.updates.schedule_free import ScheduleFree
-from diloco.training.updates.sgd import SGD
-from diloco.training.updates.update import Update
 
 ADAM = {"beta1": 0.8, "beta2": 0.7, "epsilon": 1e-3, "weight_decay": 0.3}
 RATES = (0.02, 0.05, 0.05, 0.03, 0.01)
@@ -215,7 +219,7 @@ def test_an_independent_decay_is_of_the_parameters_whatever_the_peak(name):
 STEPS = """
 import sys, torch
 from diloco.training.optimizer import InnerOptimizer
-from diloco.training.updates.adamw import AdamW
+from diloco.training.optimizer import AdamW
 parameter = torch.nn.Parameter(torch.ones(3))
 adamw = AdamW(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1)
 optimizer = InnerOptimizer([(adamw, [parameter])], 0.1)

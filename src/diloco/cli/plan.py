@@ -17,11 +17,11 @@ from diloco.fleets.planner import FleetPlan, FleetTask, answer
 from diloco.fleets.planner import explain as binding
 from diloco.rendezvous.prices import read_prices
 from diloco.report.terminal.fleets import fleet_plan_json, fleet_plan_parts
-from diloco.report.terminal.tables import plan_json, plan_parts, show, store_sentence
+from diloco.report.terminal.tables import link_plan_json, link_plan_parts, show, store_sentence
 from diloco.scaling.prediction import predict
 from diloco.simulator.description import ModelSize, Replica, replicas_of
 from diloco.simulator.fleet import read_fleet
-from diloco.simulator.planner import MIN_STEPS, Plan, Task, feasible
+from diloco.simulator.link_planner import MIN_STEPS, LinkPlan, LinkTask, feasible
 from diloco.simulator.wall_clock import step_seconds as seconds_of_step
 from diloco.training.config.recipes import RECIPES
 from diloco.units import Amount, Amounts, Rates, amount, rate
@@ -122,7 +122,7 @@ def _plan_described(
     replicas = replicas_of(num_replicas, seconds, latency_seconds, link)
     num_steps = round(tokens / batch)
     _check_length(num_steps, num_tokens=tokens, batch_tokens=batch)
-    task = Task(size=size, replicas=replicas, num_steps=num_steps, target=target)
+    task = LinkTask(size=size, replicas=replicas, num_steps=num_steps, target=target)
     facts = [*facts, *_machines(replicas, how, "as given")]
     _answer(task, facts, command="diloco train RECIPE", json=json)
     if not json and (plans := feasible(task)):
@@ -285,6 +285,7 @@ def _measure(
     target: float,
     json: bool,
 ) -> None:
+    """Time the recipe's step, and the link where none is given, and plan with them."""
     from diloco.training.config.config import fields_with, get
     from diloco.training.measure import measurable, measure_alone
     from diloco.training.processes import launch, slow_imports, under_a_launcher
@@ -341,7 +342,7 @@ def _answer_measured(
     _answer(task, facts, command=train, json=json)
 
 
-def _task_of(config: "TrainConfig", replicas: tuple[Replica, ...], *, target: float) -> Task:
+def _task_of(config: "TrainConfig", replicas: tuple[Replica, ...], *, target: float) -> LinkTask:
     """The task of training a config's model on these replicas."""
     model = config.model
     size = ModelSize(
@@ -350,18 +351,18 @@ def _task_of(config: "TrainConfig", replicas: tuple[Replica, ...], *, target: fl
         width=model.width,
         vocab_size=model.vocab_size,
     )
-    return Task(size=size, replicas=replicas, num_steps=config.num_steps, target=target)
+    return LinkTask(size=size, replicas=replicas, num_steps=config.num_steps, target=target)
 
 
-def _answer(task: Task, facts: Sequence[str], *, command: str, json: bool) -> None:
+def _answer(task: LinkTask, facts: Sequence[str], *, command: str, json: bool) -> None:
     """Print the plans for a task, or what would allow one; `command` is the words before a plan's flags."""
     if json:
-        print(plan_json(task, facts, command=command, flags=_flags))
+        print(link_plan_json(task, facts, command=command, flags=_flags))
     else:
-        show(plan_parts(task, facts, command=command, flags=_flags))
+        show(link_plan_parts(task, facts, command=command, flags=_flags))
 
 
-def _flags(plan: Plan) -> str:
+def _flags(plan: LinkPlan) -> str:
     """The flags of `diloco train` that follow a plan."""
     return _words(plan.train_settings)
 

@@ -23,9 +23,8 @@ from diloco.report.terminal.tables import (
     utilization_json,
     wall_clock_json,
 )
-from diloco.simulator.bandwidth import GBIT_S, needed_gbit_s
 from diloco.simulator.churn import Glance, in_store
-from diloco.simulator.description import MethodSettings, ModelSize, Stragglers, replicas_of
+from diloco.simulator.description import GBIT_S, MethodSettings, ModelSize, Stragglers, needed_gbit_s, replicas_of
 from diloco.simulator.fixed_members import WITH_MEMBERS, with_members
 from diloco.simulator.fleet import read_fleet
 from diloco.simulator.paper import PaperModel
@@ -141,6 +140,7 @@ class SimulatedRun:
         )
 
     def _check(self) -> None:
+        """Refuse lengths out of range, and a run in which nothing would be sent."""
         lengths = (
             ("sync_every", self.settings.sync_every, 100_000),
             ("num_layers", self.size.num_layers, 10_000),

@@ -134,6 +134,7 @@ def _words(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _budget(words: Mapping[str, str]) -> Budget | None:
+    """The budget that the command line asks for; None for a number of tokens or steps."""
     num_tokens, num_epochs = words.get("num_tokens"), words.get("epochs")
     if num_tokens is not None and num_epochs is not None:
         raise UserError(

@@ -127,6 +127,7 @@ def _stdlib() -> Iterator[Document]:
 
 
 def _hub(source: str, reading: Reading) -> Iterator[Document]:
+    """The documents of a data set on the Hugging Face Hub."""
     name, config, split = _parse_hub(source)
     load_dataset = require("datasets", extra="hub").load_dataset
     if _is_of_the_hub(source):

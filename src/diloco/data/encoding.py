@@ -112,6 +112,7 @@ class Encoder:
     def _parts(
         self, rows: list[tuple[int, int, str]], split: Split, num_packed: Mapping[Split, int] | None
     ) -> Parts:
+        """The sizes of a split's documents, and the tokens of those that are not packed yet."""
         texts = [text for _, _, text in rows[num_packed.get(split, 0) :]] if num_packed is not None else []
         bos = np.array([self._tokenizer.bos_id], dtype=np.uint32)
         encoded = self._tokenizer.encode(texts) if texts else []
@@ -210,6 +211,7 @@ class Encoders:
         return self._own.encode(task)
 
     def _ask(self, task: Task | UserError) -> Encoded:
+        """Have a process encode the documents of a task."""
         if isinstance(task, UserError):
             raise task
         try:

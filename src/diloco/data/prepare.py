@@ -158,6 +158,7 @@ def _settings(config: DataConfig, shard_tokens: int) -> PreparationSettings:
 
 @contextmanager
 def _lock(output: Path, report: ProgressCallback) -> Iterator[None]:
+    """Hold the lock of a directory, and wait for another process that has it."""
     # The operating system drops the lock of a process that is killed.
     with ExitStack() as stack:
         try:
@@ -173,6 +174,7 @@ def _lock(output: Path, report: ProgressCallback) -> Iterator[None]:
 
 
 def _claim(output: Path, settings: PreparationSettings) -> None:
+    """Take a directory for these settings; remove the partial files of a process that was killed."""
     path, names = output / SETTINGS_FILE, (INDEX_FILE, *FILES, *(f"{split}-*" for split in SPLITS))
     if not path.exists() and any(any(output.glob(name)) for name in names):
         raise UserError(f"{output} holds files of another preparation: name another output", "output")
@@ -224,6 +226,7 @@ def _install_tokenizer(config: DataConfig, by_position: bool, output: Path, repo
 
 
 def _training_texts(config: DataConfig, by_position: bool) -> Iterator[str]:
+    """The beginning of the training text, from which a tokenizer is trained."""
     bytes_left = BPE_TRAINING_BYTES
     for split, document in split_documents(config, by_position=by_position):
         if split == "train":
@@ -242,6 +245,7 @@ def _pack(
     tokenizer: Tokenizer,
     report: ProgressCallback,
 ) -> Index:
+    """Encode the documents and write their shards, after those that an earlier process has packed."""
     dtype = token_dtype(tokenizer.vocab_size)
     writers: dict[Split, SplitWriter] = {
         split: SplitWriter(output, split, dtype=dtype, shard_tokens=settings.shard_tokens) for split in SPLITS

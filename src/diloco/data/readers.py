@@ -307,6 +307,7 @@ def _csv_rows(file: IO[bytes], reading: Reading) -> Iterator[tuple[int, Any]]:
 
 
 def _cut_parquet(file: IO[bytes], raw: IO[bytes], path: Path, name: str, reading: Reading) -> Iterator[Rows]:
+    """A Parquet file in pieces of whole batches, each as a stream of Arrow."""
     library = files.require("pyarrow.parquet", extra="data")
     ipc = files.require("pyarrow", extra="data").ipc
     size, first = path.stat().st_size, 1

@@ -219,6 +219,7 @@ def agree_or_refuse(transport: Transport, facts: Mapping[str, object], refusal: 
 
 
 def _accepted(replica: Replica, num_replicas: int, state: object) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The state as this replica takes it, and the parameters that were unfrozen since; refuse another run's."""
     values = _values(state, _FixedValues)
     _check_lengths(values, ("last_sent", "weighed"), len(values["fragments"]))
     checked = {SENT_THETA: {}, **cast(Mapping[str, Any], state), **values}

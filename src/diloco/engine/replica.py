@@ -252,6 +252,7 @@ class Replica:
             base = self.state.digest(p)
 
         def work() -> Flight:
+            """Encode the outer gradient, on the lane where there is one."""
             unsealed = Unsealed(self.settings.wire)
             reduction, error_N = self.reduction.with_wire(unsealed), None
             outer_N = self.state.use(OUTER, p) if self.settings.wire.needs_outer else None
@@ -267,6 +268,7 @@ class Replica:
             on_host, wait = together(payloads, lane.to_host), lane.mark()
 
             def seal() -> tuple[Tensor, ...]:
+                """Wait for the payloads, and complete their headers."""
                 wait()
                 check_merges()
                 values = notes.tolist()

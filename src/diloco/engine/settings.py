@@ -209,6 +209,7 @@ class Settings:
         self.schedule.check_replicas(num_replicas)
 
     def _check_slots(self) -> None:
+        """Refuse slots of equal names, or of names that the engine's state has already."""
         slots = self.outer.slots
         taken = {
             "outer",
@@ -346,6 +347,7 @@ def _fragments(fragments: str | Sequence[Fragment], model: nn.Module) -> tuple[F
 
 
 def _outer_rule(outer: str | OuterRule | Optimizer | type[Optimizer] | None, model: nn.Module) -> OuterRule:
+    """The outer rule of a name, a rule, or a torch optimizer, of which class and settings are taken."""
     if outer is None:
         return Nesterov()
     if isinstance(outer, str):

@@ -115,6 +115,7 @@ _Part = tuple[int, tuple[int, ...], tuple[int, ...]]  # index of the request, co
 
 
 def _parts(index: int, request: tuple[Sequence[int], Sequence[int]], max_length: int) -> Iterator[_Part]:
+    """The parts of a request's continuation that fit beside some context, each with what comes before it."""
     context, continuation = tuple(request[0]), tuple(request[1])
     if not continuation:
         raise UserError(f"request {index}: its continuation has no token: give it text")
@@ -146,6 +147,7 @@ def _batches(parts: list[_Part], batch_tokens: int) -> Iterator[list[_Part]]:
 
 
 def _score(model: LanguageModel, group: list[_Part], device: torch.device) -> list[Likelihood]:
+    """The likelihoods of parts whose contexts have one length: each is read once, then the continuations."""
     contexts = list(dict.fromkeys(context for _, context, _ in group))
     row_of = {context: row for row, context in enumerate(contexts)}
     rows_R = torch.tensor([row_of[context] for _, context, _ in group], dtype=torch.int64, device=device)

@@ -87,6 +87,7 @@ class HarnessLM(TemplateLM):
         return [self._generate(*request.args) for request in tqdm(requests, disable=disable_tqdm)]
 
     def _generate(self, context: str, settings: dict[str, Any]) -> str:
+        """The text that the model writes greedily after a context, until a stop of the task's."""
         if settings.get("do_sample") or settings.get("temperature"):
             raise UserError(
                 f"the task asks for {settings}, and diloco generates greedily only: take other tasks", "tasks"

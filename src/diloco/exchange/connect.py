@@ -150,6 +150,7 @@ class _InTheClear:
 
 
 def _store_of_replica_0(meeting: Meeting, timeout: timedelta) -> dist.Store:
+    """The store for gloo's meeting, where replica 0 listens without encryption."""
     host, port = meeting.host_and_port
     # torch waits longer between tries each time, and so beyond its timeout.
     seconds = 2 * timeout.total_seconds() + SECONDS_FOR_THE_LAST_ANSWER

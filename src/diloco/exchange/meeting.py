@@ -238,6 +238,7 @@ class Meeting:
         _HAVE_MET.add(self.address)
 
     def _check(self, replica: int, mine: Arrival, theirs: Arrival) -> None:
+        """Refuse a replica that was started with other settings, or in the same job."""
         names = ("num_replicas", "leader", "num_connections", "processes_per_replica")
         for name in names[:-1] if mine.leader else names:
             if getattr(theirs, name) != getattr(mine, name):

@@ -1,12 +1,14 @@
 """The contract of the engines that start machines, and the commands by which they are asked."""
 
+import math
 import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from diloco.errors import DilocoError, UserError
+from diloco.files import require
 from diloco.fleets.fleet_file import Fleet, kind_of
 from diloco.schema import Name
 
@@ -73,6 +75,10 @@ class Engine(Protocol):
         """Submit machines, whose files are written: each one's name, and its job, as soon as it is submitted."""
         ...
 
+    def job(self, launch: Launch, name: str) -> str | None:
+        """The job of a machine where it has the launch's name in it; None where the engine gives it a number."""
+        ...
+
     def states(self, launch: Launch) -> Mapping[str, State]:
         """The state of each machine that was submitted."""
         ...
@@ -108,6 +114,27 @@ def asked(command: Sequence[str], *, engine: str, seconds: float = 120.0) -> str
     return done.stdout
 
 
+def as_yaml(value: Any) -> str:
+    """A value of JSON as YAML that people read: texts of several lines as they are.
+
+    All others are in quotes: parsers differ in which of them, such as 1e3, are numbers.
+
+    >>> print(as_yaml({"a": [1, {"b": "x", "c": "1\\n2\\n"}]}))
+    "a":
+    - 1
+    - "b": "x"
+      "c": |
+        1
+        2
+    <BLANKLINE>
+    """
+    yaml = require("yaml", extra="train")
+    dumper = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})
+    tag = "tag:yaml.org,2002:str"
+    dumper.add_representer(str, lambda to, text: to.represent_scalar(tag, text, '"|'["\n" in text]))
+    return yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True, width=math.inf)
+
+
 def ended(launch: Launch, name: str) -> State:
     """The state of a machine that has no process any more, by the exit code that its script wrote."""
     try:
@@ -115,6 +142,18 @@ def ended(launch: Launch, name: str) -> State:
     except (FileNotFoundError, ValueError):
         return "lost"
     return "finished" if code == 0 else "stopped" if code > 128 else "failed"
+
+
+def refuse_group(fleet: Fleet, reason: str) -> None:
+    """Refuse a fixed group where the engine starts none.
+
+    Raises:
+        UserError: if the fleet is one.
+    """
+    if fleet.launch.rendezvous is None:
+        raise UserError(
+            f"command={fleet.launch.command!r:.200} has no rendezvous: {reason}", *("command", "rendezvous")
+        )
 
 
 def refuse_image(fleet: Fleet, reason: str) -> None:

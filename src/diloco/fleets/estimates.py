@@ -1,13 +1,9 @@
 """Closed forms of a run on a fleet in its steady state: tokens and dollars per hour, in a store and in a group.
 
-In a store nobody waits. A machine of a kind is there for the part a = U / (U + R + J) of the time, with U between
-failures, R until it is repaired and J to read Θ; each failure loses what the replica has not sent, half of H steps
-and half of the time until an outer step is decided, or half of the time between checkpoints, if that is less:
-
-    goodput = Σ_m v_m a_m (1 − lost_m / U_m) / Σ_m v_m                  v_m: tokens per second
-
-A fixed group stops at each failure, of which there are λ = Σ 1/U_m per second, for D = R + agreement + J, and goes
-on from the last of the checkpoints, C seconds apart; C / (e^{λC} − 1) is the mean of what an uptime keeps:
+In a store nobody waits, and a machine counts for the part of the time that `simulator.churn.part_counted` gives.
+A fixed group stops at each failure, of which there are λ = Σ 1/U per second, U between those of a machine, for
+D = repair + agreement + reading Θ, and goes on from the last of the checkpoints, C seconds apart;
+C / (e^{λC} − 1) is the mean of what an uptime keeps:
 
     goodput = e · λ C / (e^{λC} − 1) / (1 + λ D)                        e: compute time over compute and waits
 
@@ -19,10 +15,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from diloco.rendezvous.prices import Prices, Traffic, run_traffic
-from diloco.simulator.churn import in_store
+from diloco.simulator.churn import in_store, part_counted
 from diloco.simulator.fixed_members import AGREE_SECONDS, group_tokens_per_second, with_members
-from diloco.simulator.fleet import FleetRun, Machines
-from diloco.simulator.planner import decided_seconds
+from diloco.simulator.fleet import FleetRun, Machines, part_of_time
+from diloco.simulator.link_planner import decided_seconds
 
 _HOUR_SECONDS = 3600.0
 _ROUNDS, _NUM_FAILURES = (50, 150), 100
@@ -93,9 +89,8 @@ def in_a_store(run: FleetRun) -> Forecast:
     fastest = min(kind.mean_step_seconds for kind in run.machines)
     counted = ideal = dollars = members = joins = 0.0
     for kind in run.machines:
-        there, rate = _part_there(run, kind), kind.count / kind.mean_step_seconds
-        lost = min(1.0, _lost_seconds(run, kind) / (_HOUR_SECONDS * kind.hours_between_failures))
-        counted, ideal = counted + rate * there * (1 - lost), ideal + rate
+        there, rate = run.part_there(kind), kind.count / kind.mean_step_seconds
+        counted, ideal = counted + rate * part_counted(run, kind), ideal + rate
         members += kind.count * there
         joins += kind.count * there / kind.hours_between_failures
         dollars += kind.count * kind.dollars_per_hour * _part_paid(run, kind)
@@ -141,7 +136,7 @@ def in_a_group(run: FleetRun) -> Forecast:
         machine_dollars_per_hour=sum(
             kind.count
             * kind.dollars_per_hour
-            * _part(kind.hours_between_failures * _HOUR_SECONDS, kind.repair_seconds)
+            * part_of_time(kind.hours_between_failures * _HOUR_SECONDS, kind.repair_seconds)
             for kind in run.machines
         ),
         traffic_per_hour=None,
@@ -218,26 +213,7 @@ def _mbit(run: FleetRun) -> float:
     return 8e-6 * run.fragment_bytes
 
 
-def _part(up_seconds: float, away_seconds: float) -> float:
-    """The part of the time in which a machine is there."""
-    return 1.0 if math.isinf(up_seconds) else up_seconds / (up_seconds + away_seconds)
-
-
-def _part_there(run: FleetRun, kind: Machines) -> float:
-    return _part(_HOUR_SECONDS * kind.hours_between_failures, kind.repair_seconds + run.join_seconds(kind))
-
-
 def _part_paid(run: FleetRun, kind: Machines) -> float:
     """The part of the time in which a machine runs, reading Θ included."""
-    up = _HOUR_SECONDS * kind.hours_between_failures
-    join = run.join_seconds(kind)
-    return 1.0 if math.isinf(up) else (up + join) / (up + join + kind.repair_seconds)
-
-
-def _lost_seconds(run: FleetRun, kind: Machines) -> float:
-    """The compute time that a failure loses: the mean of min(x, C u) with u uniform is x − x² / (2 C)."""
-    if kind.notice_seconds >= run.num_fragments * _mbit(run) / kind.up_mbit_s:
-        return 0.0
-    unsent = (run.sync_every / 2 + run.overlap_steps / 2) * kind.mean_step_seconds
-    checkpoint = run.checkpoint_seconds
-    return unsent - unsent**2 / (2 * checkpoint) if unsent < checkpoint else checkpoint / 2
+    up_seconds = _HOUR_SECONDS * kind.hours_between_failures
+    return part_of_time(up_seconds + run.join_seconds(kind), kind.repair_seconds)

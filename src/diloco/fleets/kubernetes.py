@@ -6,10 +6,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from diloco.errors import UserError
-from diloco.fleets.engine import Launch, State, Submission, asked, refuse_directory_store
+from diloco.fleets.engine import Launch, State, Submission, as_yaml, asked, refuse_directory_store
 from diloco.fleets.fleet_file import Fleet, Kind, index_of, kind_of
 from diloco.fleets.script import Place, script
-from diloco.fleets.yaml import yaml
 
 _LAUNCH, _INDEX = "diloco-launch", "batch.kubernetes.io/job-completion-index"
 _GRACE_SECONDS = 60
@@ -41,12 +40,12 @@ class Kubernetes:
         for kind in launch.fleet.machines:
             there, added = launch.of_kind(kind.name), [name for name in names if kind_of(name) == kind.name]
             file, size = f"{kind.name}.yaml", len(there) + len(added)
-            files[file] = yaml(_job(launch, kind, size))
+            files[file] = as_yaml(_job(launch, kind, size))
             if added:
                 apply = ("kubectl", "apply", "--filename", launch.file(file))
                 commands.append(_resized(launch, kind.name, size) if there else apply)
         if launch.fleet.launch.rendezvous is None:
-            files["service.yaml"] = yaml(_service(launch))
+            files["service.yaml"] = as_yaml(_service(launch))
             commands.insert(0, ("kubectl", "apply", "--filename", launch.file("service.yaml")))
         return Submission(files=files, commands=tuple(commands))
 
@@ -59,16 +58,20 @@ class Kubernetes:
             for command in self.submission(launch, added).commands:
                 asked(command, engine="Kubernetes")
             for name in added:
-                yield name, f"{launch.name}-{kind}/{index_of(name)}"
+                yield name, self.job(launch, name)
+
+    def job(self, launch: Launch, name: str) -> str:
+        """The Job, and the index in it."""
+        return f"{launch.name}-{kind_of(name)}/{index_of(name)}"
 
     def states(self, launch: Launch) -> Mapping[str, State]:
-        """The phase of each index's newest pod; one without a pod waits, while its Job is there."""
+        """The phase of each index's newest pod; one without a pod waits, until its Job has ended."""
         command = ("kubectl", "get", "jobs,pods", "--selector", f"{_LAUNCH}={launch.name}", "--output", "json")
         newest, known = dict[str, tuple[str, str]](), set[str]()
         for item in json.loads(asked(command, engine="Kubernetes"))["items"]:
             metadata = item["metadata"]
             if item["kind"] == "Job":
-                known.add(metadata["name"])
+                known |= set() if _has_ended(item) else {metadata["name"]}
                 continue
             job = f"{metadata['labels']['batch.kubernetes.io/job-name']}/{metadata['labels'][_INDEX]}"
             phase = metadata["creationTimestamp"], item["status"]["phase"]
@@ -103,9 +106,13 @@ def _check_name(name: str) -> None:
 def _delete_ended(job: str) -> None:
     """Delete a Job that has ended: to apply it again would start nothing."""
     answer = asked(("kubectl", "get", "job", job, "--ignore-not-found", "--output", "json"), engine="Kubernetes")
-    conditions = json.loads(answer)["status"].get("conditions", ()) if answer.strip() else ()
-    if any(one["type"] in ("Complete", "Failed") and one["status"] == "True" for one in conditions):
+    if answer.strip() and _has_ended(json.loads(answer)):
         asked(("kubectl", "delete", "job", job), engine="Kubernetes")
+
+
+def _has_ended(job: Mapping[str, Any]) -> bool:
+    conditions = job.get("status", {}).get("conditions", ())
+    return any(one["type"] in ("Complete", "Failed") and one["status"] == "True" for one in conditions)
 
 
 def _resized(launch: Launch, kind: str, size: int) -> tuple[str, ...]:
@@ -125,6 +132,7 @@ def _service(launch: Launch) -> dict[str, Any]:
 
 
 def _job(launch: Launch, kind: Kind, size: int) -> dict[str, Any]:
+    """The Job of a kind's machines."""
     is_group = launch.fleet.launch.rendezvous is None
     labels = {_LAUNCH: launch.name}
     # A pod that is preempted or drained does not count as a failure.
@@ -147,6 +155,7 @@ def _job(launch: Launch, kind: Kind, size: int) -> dict[str, Any]:
 
 
 def _pod(launch: Launch, kind: Kind) -> dict[str, Any]:
+    """The pod of a machine: one container, which runs its script."""
     fleet, request = launch.fleet, kind.launch.kubernetes
     hosts = (f"{launch.name}-{name}-0.{launch.name}" for name in (fleet.machines[0].name, kind.name))
     first, site = hosts

@@ -1,5 +1,6 @@
 """Launches: a fleet is started on an engine, looked at, resized, and ended; each launch has a directory."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from diloco.schema import Name, checked_name, read_json
 LAUNCHES = Path("launches")
 """The directory of launches that are given by name."""
 _RECORD = "launch.json"
+_SECONDS_BETWEEN_RECORDS = 1.0
+"""Slurm accepts twenty thousand machines at once, and a record of them has a megabyte."""
 _ENGINES: Mapping[EngineName, Engine] = {
     "local": Local(),
     "slurm": Slurm(),
@@ -64,7 +67,7 @@ def planned(fleet: Fleet, engine: EngineName, directory: Path) -> Submission:
 
 
 def start(fleet: Fleet, engine: EngineName, directory: Path) -> Launch:
-    """Launch a fleet, and write its record to its directory as each machine is submitted.
+    """Launch a fleet, and write its record to its directory as machines are submitted.
 
     Args:
         fleet: the machines.
@@ -72,20 +75,32 @@ def start(fleet: Fleet, engine: EngineName, directory: Path) -> Launch:
         directory: the launch's, whose name is the launch's name.
 
     Raises:
-        UserError: if the fleet can't work on the engine, or runs already.
+        UserError: if the fleet can't work on the engine, runs already, or has the name of another one that runs.
         DilocoError: if the engine refuses; the record holds what it has accepted.
     """
     directory = directory.absolute()
-    if (directory / _RECORD).exists():
-        running = [name for name, state in states(directory).items() if state in ("waiting", "running")]
-        if running:
-            raise UserError(
-                f"{directory} is launched already, and {running[0]} has not ended: stop the launch, or choose "
-                "another output",
-                "output",
-            )
+    if (directory / _RECORD).exists() and (running := _living(states(directory))):
+        raise UserError(
+            f"{directory} is launched already, and {running[0]} has not ended: stop the launch, or choose another "
+            "output",
+            "output",
+        )
     planned(fleet, engine, directory)
-    return _submit(_Record(engine=engine, name=checked_name(directory.name), fleet=fleet), directory, fleet.names)
+    record = _Record(engine=engine, name=checked_name(directory.name), fleet=fleet)
+    launch, known = _launch(record, directory), _ENGINES[engine]
+    jobs = {name: job for name in fleet.names if (job := known.job(launch, name)) is not None}
+    if jobs and (running := _living(known.states(launch.with_jobs(jobs)))):
+        raise UserError(
+            f"{engine} runs a launch of this name, {launch.name}, from another directory, whose {running[0]} has "
+            "not ended: stop that one, or choose an output of another name",
+            "output",
+        )
+    return _submit(record, directory, fleet.names)
+
+
+def _living(states: Mapping[str, State]) -> list[str]:
+    """The machines that run, or wait."""
+    return [name for name, state in states.items() if state in ("waiting", "running")]
 
 
 def states(directory: Path) -> Mapping[str, State]:
@@ -153,8 +168,14 @@ def _submit(record: _Record, directory: Path, names: Sequence[str]) -> Launch:
     _save(record, directory)
     for name in names:
         (directory / f"{name}{EXIT_SUFFIX}").unlink(missing_ok=True)  # of an earlier launch
-    for name, job in _ENGINES[record.engine].submit(_launch(record, directory), names):
-        record.jobs[name] = job
+    saved = time.monotonic()
+    try:
+        for name, job in _ENGINES[record.engine].submit(_launch(record, directory), names):
+            record.jobs[name] = job
+            if time.monotonic() > saved + _SECONDS_BETWEEN_RECORDS:
+                _save(record, directory)
+                saved = time.monotonic()
+    finally:
         _save(record, directory)
     return _launch(record, directory)
 

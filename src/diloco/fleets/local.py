@@ -53,6 +53,9 @@ class Local:
             )
             yield name, f"{pid} {_start_of(pid)}"
 
+    def job(self, launch: Launch, name: str) -> None:
+        """None: the processes have numbers."""
+
     def states(self, launch: Launch) -> Mapping[str, State]:
         """Running, or how the process has ended."""
         return {name: "running" if _is_alive(job) else ended(launch, name) for name, job in launch.jobs.items()}

@@ -39,7 +39,7 @@ from diloco.scaling.power_laws import LAWS, SEQUENCE_LENGTH, Estimate
 from diloco.scaling.prediction import expected_loss
 from diloco.simulator.description import ModelSize
 from diloco.simulator.fleet import FleetRun, Machines
-from diloco.simulator.planner import WIRES, device_memory_gib
+from diloco.simulator.link_planner import WIRES, device_memory_gib
 from diloco.units import amount
 from diloco.wire.formats import parse
 
@@ -398,6 +398,7 @@ def all_plans(task: FleetTask) -> Sequence[FleetPlan]:
 def _all_plans(
     fleet: FleetRun, prices: PriceTable, num_tokens: float, least_outer_steps: int
 ) -> Sequence[FleetPlan]:
+    """The search: each set of machines with each H, fragment size, codec, way to combine and meeting point."""
     num_layers = ModelSize(num_params=fleet.num_params).num_layers
     # Not a fragment larger than the model, which the smallest size is.
     sizes = dict.fromkeys(min(size, num_layers) for size in LAYERS_PER_FRAGMENT)

@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco.errors import UserError
 from diloco.files import require
-from diloco.fleets.engine import Launch, State, Submission, refuse_image
+from diloco.fleets.engine import Launch, State, Submission, refuse_group, refuse_image
 from diloco.fleets.fleet_file import Fleet, Kind, kind_of
 from diloco.fleets.script import Place, named, preparation, program_of
 
@@ -26,22 +26,19 @@ class Ray:
 
     def check(self, fleet: Fleet) -> None:
         """Refuse fixed groups and containers."""
-        if fleet.launch.rendezvous is None:
-            raise UserError(
-                f"command={fleet.launch.command!r:.200} has no rendezvous: under Ray, replicas meet in a store; a "
-                "fixed group is made of TorchTrainers of your own, which diloco.integrations.ray serves",
-                *("command", "rendezvous"),
-            )
+        refuse_group(
+            fleet,
+            "under Ray, replicas meet in a store; a fixed group is made of TorchTrainers of your own, which "
+            "diloco.integrations.ray serves",
+        )
         refuse_image(fleet, "the machines of a Ray cluster have their image already: leave it out")
 
     def submission(self, launch: Launch, names: Sequence[str]) -> Submission:
         """A script per kind, and as a comment the actor that runs it."""
         fleet = launch.fleet
         files = {f"{kind.name}.sh": _script(fleet, kind) for kind in fleet.machines}
-        commands = (
-            ("#", f"actor {_job(launch, name)}", f"bundle {dict(fleet.kind(kind_of(name)).launch.ray.resources)}")
-            for name in names
-        )
+        bundles = {kind.name: dict(kind.launch.ray.resources) for kind in fleet.machines}
+        commands = (("#", f"actor {self.job(launch, name)}", f"bundle {bundles[kind_of(name)]}") for name in names)
         return Submission(files=files, commands=tuple(commands))
 
     def submit(self, launch: Launch, names: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -50,10 +47,14 @@ class Ray:
         board = ray.remote(num_cpus=0)(_Board).options(**_named(_board(launch)), get_if_exists=True).remote()
         ray.get(board.codes.remote(), timeout=_SECONDS_TO_ANSWER)
         for name in names:
-            job, kind = _job(launch, name), launch.fleet.kind(kind_of(name))
+            job, kind = self.job(launch, name), launch.fleet.kind(kind_of(name))
             ray.get(board.forget.remote(name), timeout=_SECONDS_TO_ANSWER)
             _start(ray, job, name, kind, _script(launch.fleet, kind), _board(launch))
             yield name, job
+
+    def job(self, launch: Launch, name: str) -> str:
+        """The name of the actor and its placement group."""
+        return f"{launch.name}/{name}"
 
     def states(self, launch: Launch) -> Mapping[str, State]:
         """By the exit codes on the board; of replicas without one, by their placement groups."""
@@ -183,10 +184,6 @@ def _script(fleet: Fleet, kind: Kind) -> str:
     place = Place(index="$1")
     *exports, run = program_of(fleet, kind, place)
     return "\n".join([named(kind, place), *preparation(fleet), *exports, f"exec {run}", ""])
-
-
-def _job(launch: Launch, name: str) -> str:
-    return f"{launch.name}/{name}"
 
 
 def _board(launch: Launch) -> str:

@@ -4,10 +4,9 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from diloco.errors import UserError
-from diloco.fleets.engine import Launch, State, Submission, asked, refuse_directory_store
+from diloco.fleets.engine import Launch, State, Submission, as_yaml, asked, refuse_directory_store, refuse_group
 from diloco.fleets.fleet_file import Fleet, Kind, kind_of
 from diloco.fleets.script import Place, entering, program_of
-from diloco.fleets.yaml import yaml
 
 _SECONDS_TO_LAUNCH = 1800.0
 """The first launch starts the machine that manages the others."""
@@ -28,12 +27,7 @@ class SkyPilot:
 
     def check(self, fleet: Fleet) -> None:
         """Refuse fixed groups, and stores that the machines can't see."""
-        if fleet.launch.rendezvous is None:
-            raise UserError(
-                f"command={fleet.launch.command!r:.200} has no rendezvous: machines of several regions meet in a "
-                "store; give it one, such as s3://bucket/run",
-                *("command", "rendezvous"),
-            )
+        refuse_group(fleet, "machines of several regions meet in a store; give it one, such as s3://bucket/run")
         refuse_directory_store(fleet, "SkyPilot's")
         for kind in fleet.machines:
             if kind.launch.skypilot.region is not None and kind.launch.skypilot.cloud is None:
@@ -45,11 +39,11 @@ class SkyPilot:
 
     def submission(self, launch: Launch, names: Sequence[str]) -> Submission:
         """A task per kind, and a launch of it per machine."""
-        files = {f"{kind.name}.yaml": yaml(_task(launch, kind)) for kind in launch.fleet.machines}
+        files = {f"{kind.name}.yaml": as_yaml(_task(launch, kind)) for kind in launch.fleet.machines}
         return Submission(files=files, commands=tuple(self._command(launch, name) for name in names))
 
     def _command(self, launch: Launch, name: str) -> tuple[str, ...]:
-        job, task = _job(launch, name), launch.file(f"{kind_of(name)}.yaml")
+        job, task = self.job(launch, name), launch.file(f"{kind_of(name)}.yaml")
         named = ("--name", job, "--env", f"DILOCO_NAME={name}")
         return ("sky", "jobs", "launch", "--yes", "--detach-run", *named, task)
 
@@ -57,7 +51,11 @@ class SkyPilot:
         """Launch the jobs one after another."""
         for name in names:
             asked(self._command(launch, name), engine="SkyPilot", seconds=_SECONDS_TO_LAUNCH)
-            yield name, _job(launch, name)
+            yield name, self.job(launch, name)
+
+    def job(self, launch: Launch, name: str) -> str:
+        """The name of the managed job."""
+        return f"{launch.name}-{name}"
 
     def states(self, launch: Launch) -> Mapping[str, State]:
         """The states in the queue of managed jobs."""
@@ -75,10 +73,6 @@ class SkyPilot:
         """Cancel the jobs, and by that end their machines."""
         for name in names:
             asked(("sky", "jobs", "cancel", "--yes", "--name", launch.jobs[name]), engine="SkyPilot")
-
-
-def _job(launch: Launch, name: str) -> str:
-    return f"{launch.name}-{name}"
 
 
 def _task(launch: Launch, kind: Kind) -> dict[str, object]:

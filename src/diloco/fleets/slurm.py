@@ -32,12 +32,13 @@ class Slurm:
         files, commands = dict[str, str](), list[tuple[str, ...]]()
         for kind in launch.fleet.machines:
             files |= self._files(launch, kind)
-            if indices := [str(index_of(name)) for name in names if kind_of(name) == kind.name]:
-                array = () if launch.fleet.launch.rendezvous is None else (f"--array={','.join(indices)}",)
+            if indices := [index_of(name) for name in names if kind_of(name) == kind.name]:
+                array = () if launch.fleet.launch.rendezvous is None else (f"--array={_ranges(indices)}",)
                 commands.append(("sbatch", "--parsable", *array, launch.file(f"{kind.name}.sbatch")))
         return Submission(files=files, commands=tuple(commands))
 
     def _files(self, launch: Launch, kind: Kind) -> dict[str, str]:
+        """The batch script of a kind; of a site, the script of each of its machines, too."""
         fleet, request = launch.fleet, kind.launch.slurm
         wanted = {name: getattr(request, name) for name in ("partition", "gres", "time", "qos", "account")}
         options = [f"--job-name={launch.name}-{kind.name}", "--open-mode=append"]
@@ -77,6 +78,9 @@ class Slurm:
                 if kind_of(name) == kind:
                     yield name, f"{number}_{index_of(name)}" if is_array else number
 
+    def job(self, launch: Launch, name: str) -> None:
+        """None: the jobs have numbers."""
+
     def states(self, launch: Launch) -> Mapping[str, State]:
         """The states in Slurm's queue; of jobs that it has forgotten, the exit codes that they wrote."""
         jobs = ",".join(f"{launch.name}-{kind.name}" for kind in launch.fleet.machines)
@@ -93,6 +97,18 @@ class Slurm:
         jobs = dict.fromkeys(launch.jobs[name] for name in names)
         if jobs:
             asked(("scancel", *jobs), engine="Slurm")
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """Indices in ascending order as Slurm takes them.
+
+    >>> _ranges([0, 1, 2, 5, 7, 8])
+    '0-2,5,7-8'
+    """
+    known = {*indices}
+    starts = [index for index in indices if index - 1 not in known]
+    ends = [index for index in indices if index + 1 not in known]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def _batch(options: Sequence[str], body: str) -> str:

@@ -214,6 +214,7 @@ def _sizes(config: HuggingFaceConfig) -> list[tuple[int, int, bool]]:
 
 
 def _drawn(config: HuggingFaceConfig) -> "nn.Module":
+    """The model with initial parameters of its own."""
     import torch
 
     values = deepcopy(transformers_config(config.architecture))
@@ -225,6 +226,7 @@ def _drawn(config: HuggingFaceConfig) -> "nn.Module":
 
 
 def _read(config: HuggingFaceConfig) -> "nn.Module":
+    """The model with the weights that the run began with."""
     import torch
     from safetensors import safe_open
 

@@ -7,10 +7,9 @@ from typing import Any
 import msgspec
 
 from diloco.errors import UserError, nearest, setting
-from diloco.outer.delayed_nesterov import DelayedNesterov
 from diloco.outer.eager import Eager
 from diloco.outer.merge import MERGE_RULES, MergeRule, Mixing
-from diloco.outer.nesterov import Nesterov
+from diloco.outer.nesterov import DelayedNesterov, Nesterov
 from diloco.outer.rda import RDA
 from diloco.outer.rule import OuterRule
 from diloco.outer.ties import Ties

@@ -84,6 +84,7 @@ async def assert_sound(store: Store) -> None:
 
 
 async def _check(store: Store, num_racers: int, num_races: int) -> StoreCheck:
+    """Time small and large objects, race for names, compare a list with what is there, and delete all of it."""
     folder, trouble = _new_folder(), ""
     try:
         small = [await _seconds(store, f"{folder}/small/{i}", _SMALL_BYTES) for i in range(_NUM_TIMED + 1)]

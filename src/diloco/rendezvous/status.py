@@ -185,6 +185,7 @@ def status_of(state: RunState, form: Form, *, num_slots: int) -> RunStatus:
 
 
 def _replica(state: RunState, number: int, last: Sequence[OuterRef]) -> ReplicaStatus:
+    """A member's standing, and its part in the last outer steps."""
     member, num_fragments = state.members[number], len(state.fragments)
     standing: Standing = "inactive"
     if member.fenced:
@@ -276,6 +277,7 @@ class Look:
         return asyncio.run(self._again())
 
     async def _again(self) -> RunStatus:
+        """Read what the log has gained."""
         at_once = MOST_AT_ONCE if self._log is None or self.is_behind else 2
         if self._log is None:
             create, first = await first_entry(self._store)

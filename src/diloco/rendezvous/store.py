@@ -287,6 +287,7 @@ def _of_hugging_face(url: str, environment: Mapping[str, str]) -> "tuple[str, Ca
 
 
 def _directory(path: str) -> "tuple[str, ObjectStore]":
+    """The directory as a store, made if its parent exists; refuse what is no directory."""
     if not path or "\0" in path:
         raise UserError("give the directory, or the URL, of the store", "url")
     if scheme := re.match(f"({'|'.join(CREDENTIALS)}):/?(?!/)", path):
@@ -321,6 +322,7 @@ def refuse_host(url: str) -> None:
 
 
 def _client_options(scheme: str, bucket: str, environment: Mapping[str, str]) -> "ClientConfig":
+    """The options of the client that the environment sets; refuse an endpoint that is not encrypted."""
     options: ClientConfig = {"timeout": _FOR_EVER, "connect_timeout": "10s", "user_agent": "diloco"}
     variable = next((name for name in _ENDPOINTS[scheme] if environment.get(name)), "")
     endpoint = environment.get(variable, "")
@@ -485,6 +487,7 @@ class Store:
             return await self._created(name, _parts(data), retry)
 
     async def _created(self, name: str, parts: "list[memoryview]", retry: "_Retry") -> bytes | None:
+        """Try until the object, or another's under its name, is there; the other's bytes, None for ours."""
         num_bytes = sum(part.nbytes for part in parts)
         while True:
             is_taken = False
@@ -729,6 +732,7 @@ class _Retry:
                 await self.pause()
 
     async def pause(self) -> None:
+        """Wait for a random time, longer after each failure; raise an error when the patience is over."""
         pause = random.uniform(0, self._longest)
         self._longest = min(2 * self._longest, _LONGEST_PAUSE_SECONDS)
         if pause >= self.seconds_left:

@@ -118,6 +118,7 @@ def _of_entry(summary: Summary) -> str:
 
 
 def _facts_so_far(run: RunTail, config: TrainConfig) -> dict[str, str]:
+    """The numbers of a run that has begun, as they are shown."""
     first, last = run.first, run.last
     assert last is not None, "the run has begun"
     is_baseline = config.method == "data_parallel"
@@ -307,6 +308,7 @@ def _follows(name: str, values: Sequence[Setting], settings: Mapping[str, Sequen
 
 
 def _run_charts(run: RunTail) -> Iterator[Chart]:
+    """The charts of one run: loss, bytes, rates, and by fragment what its outer steps were like."""
     if run.last is None or run.config is None:
         return
     named = [("", 0, run)]
@@ -403,6 +405,8 @@ def _text(name: str, value: float | None) -> str:
 
 
 def _rate_charts(runs: Sequence[_Named]) -> list[Chart]:
+    """The charts of speed, compute utilization, and bytes per time."""
+
     def chart(title: str, y: str, points: Callable[[Sequence[Bin]], Points], about: str) -> Chart:
         """A chart of the runs, or of the replicas of a run that stands alone."""
         curves = [(name, color, run.first) for name, color, run in runs]

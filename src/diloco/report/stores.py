@@ -290,6 +290,7 @@ def _loss_chart(status: RunStatus) -> list[Chart]:
 
 
 def _charts(timeline: Timeline) -> list[Chart]:
+    """The charts of a run in a store: its replicas' lives, and what its outer steps counted."""
     first = max(0, len(timeline.lives) - _MOST_LANES)
     lanes = [
         Lane(

@@ -187,6 +187,7 @@ def _borrowed(laws: Laws, num_params: float, estimates: dict[str, dict[str, Any]
 def _hyperparameter(
     laws: Laws, quantity: str, num_params: float, num_replicas: int, kind: Kind | None
 ) -> dict[str, Any]:
+    """An estimate of the table's law, or else of the published one, with the reason."""
     if kind is not None and laws.has(quantity):
         law = laws.fit(quantity, num_replicas, kind)
         return _rounded(quantity, law.predict(num_params, num_replicas)._asdict())
@@ -211,6 +212,7 @@ def _rounded(quantity: str, estimate: dict[str, Any]) -> dict[str, Any]:
 
 
 def _outer_learning_rate(laws: Laws, num_replicas: int) -> dict[str, Any]:
+    """The best rate of the table's runs with M replicas, or else our default, with the reason."""
     if num_replicas == 0:
         return {"value": None, "low": None, "high": None, "reason": "Data-Parallel has no outer step"}
     runs = [p for p in laws.points or () if "outer_learning_rate" in p.settings]

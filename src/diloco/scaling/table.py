@@ -129,6 +129,7 @@ _SUCCEEDED = ("", "false", "no", "none", "nan", "0", "0.0")
 
 
 def _runs(path: Path, numbered: list[tuple[int, dict[Any, Any]]]) -> Iterator[_Run]:
+    """The runs of a table's rows; refuse a row that lacks a number or has one out of range."""
     # Failed runs of our own sweep give the reason in `failed`.
     numbered = [(line, row) for line, row in numbered if (row.get("failed") or "").lower() in _SUCCEEDED]
     used = [name for name in _OPTIONAL if any(row.get(name) for _, row in numbered)]
@@ -187,6 +188,7 @@ def _check_alike(path: Path, points: Sequence[Point]) -> None:
 
 
 def _averaged(path: Path, runs: Sequence[_Run]) -> list[Point]:
+    """One point for the runs that differ in their seed alone."""
     same: dict[tuple[object, ...], dict[str, _Run]] = {}
     for run in runs:
         point = run.point

@@ -193,6 +193,7 @@ class _Fleet:
         self._fail(events[~is_joining])
 
     def _join(self, joins: Places) -> None:
+        """Let replicas join anew: they plan their sends, and are waited for."""
         since = self.event_M[joins]
         self.num_joins += len(joins)
         self.is_gone_M[joins] = self.has_left_M[joins] = False
@@ -205,6 +206,7 @@ class _Fleet:
         self.waits_PM[:, joins] = np.inf  # its join fences the replica that it was
 
     def _fail(self, fails: Places) -> None:
+        """Let machines fail: they lose what is neither counted nor in a checkpoint, and are back after a pause."""
         until = self.event_M[fails]
         has_notice = self.notice_M[fails] >= self.upload_M[fails] * self.run.num_fragments
         unsent_seconds = (until - self.counted_PM[:, fails]).mean(axis=0)
@@ -400,15 +402,11 @@ class _Fleet:
 def expected(run: FleetRun) -> tuple[float, float]:
     """Closed forms of goodput, NaN beyond what links carry, and of the mean contributors of an outer step.
 
-    A machine runs for U seconds on average and is away for D, with the reading of Θ. A failure loses the work
-    since the last counted send, which is uniform up to S = H steps, or since the last checkpoint, up to c: the
-    mean of the lesser one is a/2 − a²/(6b), where a ≤ b are S and c. A notice that is long enough saves it.
+        goodput = Σ_m v_m `part_counted`_m / Σ_m v_m                        v_m: tokens per second
 
-        goodput = (U − loss) / (U + D)
-
-    A decision counts K replicas, K ≤ the M·U/(U + D) that are there. It comes after T seconds at the latest, S or
-    those of τ + patience; in them each downloads the others' payloads with gather, and with R shares an R-th of
-    them, and the averages. Where the downlink takes d seconds for a whole outer gradient, about
+    A decision counts K replicas, no more than are there. It comes after T seconds at the latest, H steps or those
+    of τ + patience; in them each downloads the others' payloads with gather, and with R shares an R-th of them,
+    and the averages. Where the downlink takes d seconds for a whole outer gradient, about
 
         K ≤ 1 + T / d                gather
         K ≤ 1 + R (T / d − 1)        shares
@@ -420,27 +418,41 @@ def expected(run: FleetRun) -> tuple[float, float]:
     (1.0, 8.0)
     """
     rates = np.array([kind.count / kind.mean_step_seconds for kind in run.machines])
-    there = np.array([_there(run, kind) for kind in run.machines])
-    kept = np.array([_kept(run, kind) for kind in run.machines])
-    num_there = float(sum(part * kind.count for part, kind in zip(there, run.machines, strict=True)))
+    counted = np.array([part_counted(run, kind) for kind in run.machines])
+    num_there = float(sum(kind.count * run.part_there(kind) for kind in run.machines))
     most = min(_most_contributors(run, kind) for kind in run.machines)
-    goodput = float((rates * kept).sum() / rates.sum()) if num_there <= most else math.nan
+    goodput = float((rates * counted).sum() / rates.sum()) if num_there <= most else math.nan
     return goodput, min(num_there, most)
 
 
-def _there(run: FleetRun, kind: Machines) -> float:
-    away = (kind.repair_seconds + run.join_seconds(kind)) / 3600
-    return 1.0 if math.isinf(kind.hours_between_failures) else 1 / (1 + away / kind.hours_between_failures)
+def part_counted(run: FleetRun, kind: Machines) -> float:
+    """The part of the time in which a machine does work that is counted, where links carry all payloads.
 
+    A machine runs for U seconds on average and is away for D, with the reading of Θ:
 
-def _kept(run: FleetRun, kind: Machines) -> float:
-    """The share of all time in which a machine does work that is counted."""
-    upload = 8e-6 * run.fragment_bytes * run.num_fragments / kind.up_mbit_s
-    if math.isinf(kind.hours_between_failures) or kind.notice_seconds >= upload:
-        return _there(run, kind)
-    least, most = sorted((run.sync_every * kind.mean_step_seconds, run.checkpoint_seconds))
-    lost = least / 2 - least**2 / (6 * most)
-    return max(0.0, 1 - lost / (3600 * kind.hours_between_failures)) * _there(run, kind)
+        (1 − lost / U) · U / (U + D)
+
+    A failure loses the work that is not in the store, or that since the last checkpoint if it is less; a notice
+    that is long enough saves it. Of a fragment the work since its last payload in the store is uniform between c
+    and c + S seconds, S of H steps, c of an upload and a round trip; that of P fragments, which take turns, about
+    uniform between m − w and m + w, m = c + S/2, w = S/(2 P). That since a checkpoint is between 0 and C, and
+
+        lost = (G(m + w) − G(m − w)) / (2 w),        G(x) = x²/2 − x³/(6 C), straight on from x = C:
+
+    G's slope at x is the mean of the lesser of x and what is since the checkpoint.
+    """
+    there, fragment_seconds = run.part_there(kind), 8e-6 * run.fragment_bytes / kind.up_mbit_s
+    if math.isinf(kind.hours_between_failures) or kind.notice_seconds >= fragment_seconds * run.num_fragments:
+        return there
+    between_seconds, most = run.sync_every * kind.mean_step_seconds, run.checkpoint_seconds
+    mean = fragment_seconds + 2 * kind.latency_seconds + between_seconds / 2
+    width = between_seconds / (2 * run.num_fragments)
+
+    def integral(x: float) -> float:
+        return x**2 / 2 - x**3 / (6 * most) if x < most else most**2 / 3 + most / 2 * (x - most)
+
+    lost_seconds = (integral(mean + width) - integral(mean - width)) / (2 * width)
+    return max(0.0, 1 - lost_seconds / (3600 * kind.hours_between_failures)) * there
 
 
 def _most_contributors(run: FleetRun, kind: Machines) -> float:

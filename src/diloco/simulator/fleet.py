@@ -164,9 +164,9 @@ class FleetRun:
 
     @property
     def longest_poll_seconds(self) -> float:
-        """Time between two looks of a replica for a payload that does not come."""
-        step_seconds = np.mean([kind.mean_step_seconds for kind in self.machines])
-        return longest_poll(self.poll_seconds, self.overlap_steps * float(step_seconds))
+        """Time between two looks of a replica for a payload that does not come; the mean of all machines."""
+        step_seconds = sum(kind.count * kind.mean_step_seconds for kind in self.machines) / self.num_replicas
+        return longest_poll(self.poll_seconds, self.overlap_steps * step_seconds)
 
     @property
     def fragment_bytes(self) -> float:
@@ -192,10 +192,24 @@ class FleetRun:
         """Time until a joiner has Θ and the outer momentum."""
         return 8e-6 * self.state_bytes / kind.down_mbit_s + 10 * kind.latency_seconds
 
+    def part_there(self, kind: Machines) -> float:
+        """The part of the time in which a machine's replica trains: it is neither in repair nor reading Θ."""
+        up_seconds = 3600 * kind.hours_between_failures
+        return part_of_time(up_seconds, kind.repair_seconds + self.join_seconds(kind))
+
     @property
     def ideal_tokens_per_second(self) -> float:
         """The tokens that all machines would read together without failures and waits."""
         return sum(kind.count * self.step_tokens / kind.mean_step_seconds for kind in self.machines)
+
+
+def part_of_time(on_seconds: float, off_seconds: float) -> float:
+    """The part that one state has of a time in which two take turns.
+
+    >>> part_of_time(3.0, 1.0), part_of_time(math.inf, 1.0)
+    (0.75, 1.0)
+    """
+    return 1.0 if math.isinf(on_seconds) else on_seconds / (on_seconds + off_seconds)
 
 
 def read_fleet(path: Path) -> FleetRun:

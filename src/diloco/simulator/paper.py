@@ -18,8 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from diloco.errors import UserError
 from diloco.schedule import Schedule
-from diloco.simulator.bandwidth import checked_gbit_s
-from diloco.simulator.description import MethodSettings
+from diloco.simulator.description import MethodSettings, checked_gbit_s
 from diloco.simulator.steady import Times, growth_rate
 
 BITS_PER_PARAM = 13.4

@@ -34,8 +34,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from diloco.errors import UserError, setting
 from diloco.schedule import Schedule
-from diloco.simulator.bandwidth import checked_gbit_s
-from diloco.simulator.description import MethodSettings, ModelSize, Replica, Stragglers
+from diloco.simulator.description import MethodSettings, ModelSize, Replica, Stragglers, checked_gbit_s
 from diloco.simulator.steady import Times, growth_rate
 from diloco.wire.formats import parse
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from diloco.presets import Method
 from diloco.published import rows
-from diloco.simulator.bandwidth import GBIT_S, needed_gbit_s
-from diloco.simulator.description import MethodSettings
+from diloco.simulator.description import GBIT_S, MethodSettings, needed_gbit_s
 from diloco.simulator.paper import PaperModel
 
 

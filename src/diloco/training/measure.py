@@ -99,6 +99,7 @@ def measure_alone(config: TrainConfig) -> float:
 
 
 def _step_seconds(config: TrainConfig, world: World) -> float:
+    """The median time of an inner step, after two that warm up."""
     state = initial_state(config, world)
     shape = config.process_batch, config.sequence_length + 1
     batch = np.random.default_rng(0).integers(0, config.model.vocab_size, shape)

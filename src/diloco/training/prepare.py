@@ -127,6 +127,7 @@ def _checked_before_the_text(asked: TrainConfig, budget: Budget | None) -> Sched
 
 
 def _check_joined_text(url: str, data: DataConfig) -> None:
+    """Refuse a text that is not the one of the run in the store."""
     from diloco.training.config.joined import check_text as check_joined
     from diloco.training.config.joined import facts_of
 

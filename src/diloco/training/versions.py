@@ -162,6 +162,7 @@ class RunPublisher:
         self._thread.start()
 
     def _publish(self, tensors: Mapping[str, Tensor], step: int, facts: dict[str, Any]) -> None:
+        """Publish a version; log it, or why it was not."""
         assert self._publisher is not None, "this process publishes"
         if (rendezvous := self.world.rendezvous) is not None:
             state = rendezvous.state

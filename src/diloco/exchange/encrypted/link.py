@@ -148,6 +148,7 @@ class Link:
         self._changed.notify()
 
     def _send_all(self) -> None:
+        """Send announcements first, then the parts of messages in turn, until the link ends (a thread)."""
         try:
             while True:
                 with self._changed:
@@ -180,6 +181,7 @@ class Link:
             operation.end()
 
     def _receive_all(self) -> None:
+        """Take requests and the parts of messages, until the link ends (a thread)."""
         header = memoryview(bytearray(_HEADER.size))
         try:
             while True:
@@ -206,6 +208,7 @@ class Link:
             self._match(tag)
 
     def _receive_part(self, tag: int, offset: int, length: int) -> None:
+        """Read a part into the oldest message of its tag that is waited for; refuse one that does not fit."""
         with self._changed:
             queue = self._receives.get(tag)
             operation = queue[0] if queue else None

@@ -141,6 +141,7 @@ class Door:
         self._listener.close()
 
     def _accept_all(self) -> None:
+        """Let each connection shake hands in a thread of its own; of too many the oldest is shut."""
         while self._is_open:
             try:
                 plain, where = self._listener.accept()
@@ -272,6 +273,7 @@ _FILES = ("tls.crt", "tls.key", "ca.crt")
 
 
 def _from_secret(secret: str) -> Security:
+    """TLS by a certificate and its key that all processes derive from the secret."""
     if len(secret) < _LEAST_CHARACTERS:
         raise UserError(
             f"secret has {len(secret)} characters and must have at least {_LEAST_CHARACTERS}, random ones: make "
@@ -306,6 +308,7 @@ def _from_secret(secret: str) -> Security:
 
 
 def _from_files(folder: Path) -> Security:
+    """TLS by the certificates in a directory."""
     paths = [folder / name for name in _FILES]
     for path in paths:
         if not path.is_file():
@@ -325,6 +328,7 @@ def _from_files(folder: Path) -> Security:
 
 
 def _contexts(paths: list[Path], setting: str, password: bytes) -> Security:
+    """TLS 1.3 for both ends, each of which asks for the other's certificate."""
     certificate, key, authority = paths
     contexts = []
     for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):

@@ -176,6 +176,7 @@ def _train(config: TrainConfig, resume: bool) -> None:
 
 
 def _evaluate(job: Job) -> dict[str, Any]:
+    """The results of a finished run, with the evaluations that are still asked for."""
     from diloco.data.prepare import resolve
     from diloco.training.records.finished import Parameters, evaluate_run
     from diloco.training.records.metrics import read_metrics

@@ -152,6 +152,7 @@ def _panel(panel: Panel) -> "Figure":
 def _panels(
     laws: Laws, quantity: str, losses: Callable[[Sequence[Run]], dict[float, float]], label: str
 ) -> "Figure":
+    """A panel per model size, of the losses over a quantity, with a curve per number of replicas."""
     runs = _with(laws, quantity)
     sizes = sorted({run.params for run in runs})
     figure = new_figure(4.2 * len(sizes) + 0.4, 4.2)

@@ -13,9 +13,8 @@ from diloco.report.figures.drawing import MARKERS, STYLES, new_figure, save, vir
 from diloco.scaling.judgement import EXTRAPOLATED, EXTRAPOLATED_PARAMS
 from diloco.scaling.power_laws import SEQUENCE_LENGTH, batch_tokens
 from diloco.scaling.table import method_name, published_table
-from diloco.simulator.bandwidth import GBIT_S
 from diloco.simulator.churn import Glance
-from diloco.simulator.description import MethodSettings, Pattern
+from diloco.simulator.description import GBIT_S, MethodSettings, Pattern
 from diloco.simulator.fleet import FleetRun
 from diloco.simulator.paper import PaperModel
 from diloco.simulator.published import SCALING_SIZES, SIZES, Size

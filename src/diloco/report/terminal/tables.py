@@ -11,9 +11,9 @@ from rich.table import Table
 from diloco.errors import UserError
 from diloco.rendezvous.prices import PROVIDERS, R2
 from diloco.report.terminal.screen import Screen
-from diloco.simulator.bandwidth import GBIT_S
+from diloco.simulator.description import GBIT_S
 from diloco.simulator.fleet import Outcome
-from diloco.simulator.planner import Plan, Remedy, Task, feasible, presets, remedy
+from diloco.simulator.link_planner import LinkPlan, LinkTask, Remedy, feasible, presets, remedy
 from diloco.simulator.published import (
     OVERTRAINING_COSTS,
     TARGETS,
@@ -174,7 +174,7 @@ def fleet_table(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def plan_json(task: Task, facts: Sequence[str], *, command: str, flags: Callable[[Plan], str]) -> str:
+def link_plan_json(task: LinkTask, facts: Sequence[str], *, command: str, flags: Callable[[LinkPlan], str]) -> str:
     """One JSON object: the task, the settings (the least risky first), and a remedy where there are none."""
     plans = feasible(task)
     help_ = None if plans else remedy(task)
@@ -206,13 +206,13 @@ def plan_json(task: Task, facts: Sequence[str], *, command: str, flags: Callable
     return json.dumps(answer, indent=1)
 
 
-def _period(plans: Sequence[Plan], help_: Remedy | None) -> int:
+def _period(plans: Sequence[LinkPlan], help_: Remedy | None) -> int:
     """H of the best plan, at which the methods are compared."""
     best = plans[0] if help_ is None else help_.best
     return best.model.settings.sync_every
 
 
-def _values(plan: Plan, command: str, flags: str) -> dict[str, Any]:
+def _values(plan: LinkPlan, command: str, flags: str) -> dict[str, Any]:
     settings, traffic = plan.model.settings, plan.store_traffic_a_day
     return {
         "sync_every": settings.sync_every,
@@ -236,8 +236,8 @@ def _values(plan: Plan, command: str, flags: str) -> dict[str, Any]:
     }
 
 
-def plan_parts(
-    task: Task, facts: Sequence[str], *, command: str, flags: Callable[[Plan], str]
+def link_plan_parts(
+    task: LinkTask, facts: Sequence[str], *, command: str, flags: Callable[[LinkPlan], str]
 ) -> Iterator[Table | str]:
     """The answer, what it assumes, the methods beside each other, each setting, and the command of the first."""
     plans = feasible(task)
@@ -253,7 +253,7 @@ def plan_parts(
         yield f"    {command} {flags(plans[0])}"
 
 
-def _answer(task: Task, plan: Plan, data_parallel: Plan) -> str:
+def _answer(task: LinkTask, plan: LinkPlan, data_parallel: LinkPlan) -> str:
     """The answer in two sentences: the first plan, beside one machine and Data-Parallel."""
     num_replicas = len(task.replicas)
     alone = task.num_steps * num_replicas * min(one.step_seconds for one in task.replicas) / 3600
@@ -266,7 +266,7 @@ def _answer(task: Task, plan: Plan, data_parallel: Plan) -> str:
     )
 
 
-def _methods(task: Task, rows: Sequence[Plan]) -> Table:
+def _methods(task: LinkTask, rows: Sequence[LinkPlan]) -> Table:
     """A row for each method as it is by default: the link that it needs, and what it does on this one."""
     columns = ("method", "τ", f"link for\n{task.target:.0%}", "compute\nutilization", "time")
     table = new_table(*columns, "sent per\nreplica")
@@ -295,7 +295,7 @@ def _bytes(number: float) -> str:
     return f"{number / unit:.3g} {name}"
 
 
-def _settings(task: Task, plans: Sequence[Plan]) -> Iterator[Table | str]:
+def _settings(task: LinkTask, plans: Sequence[LinkPlan]) -> Iterator[Table | str]:
     """A row for each setting that reaches the target."""
     table = new_table(
         *("H", "τ", "layers per\nfragment", "wire", "combine", "compute\nutilization", "hours"),
@@ -326,7 +326,7 @@ def _settings(task: Task, plans: Sequence[Plan]) -> Iterator[Table | str]:
     )
 
 
-def store_sentence(plan: Plan) -> str:
+def store_sentence(plan: LinkPlan) -> str:
     """The cost of a day of a setting in a bucket, and how soon an outer step is there."""
     num_steps = math.ceil(plan.store_seconds / min(one.step_seconds for one in plan.task.replicas))
     traffic = plan.store_traffic_a_day
@@ -340,7 +340,7 @@ def store_sentence(plan: Plan) -> str:
     )
 
 
-def remedy_sentence(task: Task, change: Remedy) -> str:
+def remedy_sentence(task: LinkTask, change: Remedy) -> str:
     """The setting that comes closest, and the changes of which each would be enough."""
     best, settings = change.best, change.best.model.settings
     ways = [f"a target of {_rounded(best.compute_utilization, up=False)}"]

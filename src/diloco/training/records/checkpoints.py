@@ -363,6 +363,7 @@ class Checkpoints:
                 remove(path)
 
     def _write(self, step: int, facts: dict[str, Any], tensors: dict[str, Any], drops_old: bool) -> None:
+        """Write a checkpoint with the other processes, check it, and drop old ones."""
         path = step_path(self._directory, step)
         names = [FACTS_FILE, *map(shard_file, range(self._num_shards))]
         try:

@@ -446,6 +446,7 @@ def check_not_running(directory: Path) -> None:
 
 
 def _lock(directory: Path, file: IO[str], kind: int, setting: str) -> None:
+    """Lock a run's directory; refuse one in which another process trains."""
     try:
         with suppress(BlockingIOError):
             return fcntl.flock(file, kind)

@@ -242,6 +242,7 @@ def conclude(
 def _summary(
     state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss, num_tokens: int
 ) -> dict[str, Any]:
+    """The numbers of the end, by the fields of `Summary`."""
     num_params = sum(parameter.numel() for parameter in state.model.parameters())
     num_trained = sum(parameter.numel() for parameter in state.model.parameters() if parameter.requires_grad)
     rendezvous = world.rendezvous

@@ -171,6 +171,7 @@ class ReplicaSteps:
         )
 
     def _merge(self, outer: OuterStepMetrics, merged_step: int) -> None:
+        """Count an outer step that was merged."""
         self.merged[outer.fragment] = outer.sent_step
         if len(self.first_merges) < MOST_BINS:
             self.first_merges.append(Merge(outer.fragment, outer.sent_step, merged_step))
@@ -330,6 +331,7 @@ class RunTail:
             raise UserError(f"{self.directory} has no metrics of any step yet")
 
     def _look(self) -> None:
+        """Read what the files have gained."""
         stamp = _stamp(self.directory / CONFIG_FILE)
         if stamp != self._stamp:
             self.config, self._tails, self.summary, self._schedule, self._stamp = None, {}, None, None, None

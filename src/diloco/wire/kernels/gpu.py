@@ -343,6 +343,7 @@ def gpu_rows() -> GpuRows | None:
 
 @functools.cache
 def _has_triton() -> bool:
+    """True if Triton is installed, and works for the GPU."""
     has_compiler = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang")))  # where Triton looks
     has_header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").exists()
     if importlib.util.find_spec("triton") is not None and has_compiler and has_header:

@@ -149,6 +149,7 @@ class NativeSparse:
         return upper_bits << 16 | lower_bits, left, not upper[0x7F80:].any()
 
     def _histogram(self, delta_N: Tensor, upper_bits: int, num_bins: int) -> Tensor:
+        """The number of magnitudes per value of their upper bits."""
         histogram = self._function("topk_histogram", c_void_p, c_int64, c_int32, c_void_p)
         parts = ranges(delta_N.numel(), 64)
         counts = torch.zeros(len(parts), num_bins, dtype=torch.int64, device=CPU)

@@ -4,15 +4,15 @@ from dataclasses import replace
 import pytest
 from tests.simulator.cases import task, with_replicas
 
-from diloco.simulator import planner
+from diloco.simulator import link_planner
 from diloco.simulator.description import MethodSettings, ModelSize, Replica
+from diloco.simulator.link_planner import LinkPlan, LinkTask, all_plans, feasible, remedy
 from diloco.simulator.physical import PhysicalModel
-from diloco.simulator.planner import Plan, Task, all_plans, feasible, remedy
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import with_method_values
 
 
-def utilization(plan: Plan, **changes: float) -> float:
+def utilization(plan: LinkPlan, **changes: float) -> float:
     replicas = [replace(replica, **changes) for replica in plan.task.replicas]
     return replace(plan.model, replicas=replicas).compute_utilization([1])[0]
 
@@ -25,7 +25,7 @@ def few_settings(monkeypatch) -> Iterator[None]:
         "OVERLAP_STEPS": (0, 2, 10, 20),
         "LAYERS_PER_FRAGMENT": (3, 1),
     }.items():
-        monkeypatch.setattr(planner, name, values)
+        monkeypatch.setattr(link_planner, name, values)
     all_plans.cache_clear()
     yield
     all_plans.cache_clear()
@@ -112,7 +112,7 @@ def test_device_memory_is_the_papers_arithmetic():
     size = ModelSize(num_params=100e9, num_layers=108, width=1, vocab_size=1)
     replicas = (Replica(step_seconds=4.9, gbit_s=1.0),) * 2
     model = PhysicalModel(settings=MethodSettings(method="streaming"), size=size, replicas=replicas)
-    plan = Plan(task=Task(size=size, replicas=replicas, num_steps=100), model=model)
+    plan = LinkPlan(task=LinkTask(size=size, replicas=replicas, num_steps=100), model=model)
     data_parallel = 3 * 4 * 100e9 / 2**30
     assert int(data_parallel) == 1117
     assert plan.device_memory_gib() == pytest.approx(5 / 3 * data_parallel)
@@ -155,7 +155,7 @@ def test_each_change_alone_reaches_the_target_and_a_little_less_does_not():
 def test_longer_steps_leave_room_for_the_syncs_that_they_need():
     """A batch k times as large makes as many times fewer steps, and a long H may no longer fit in twice."""
     size, replica = ModelSize(num_params=1e9, num_layers=6), Replica(step_seconds=0.5, gbit_s=0.004)
-    wanted = Task(size=size, replicas=(replica,) * 2, num_steps=2000)
+    wanted = LinkTask(size=size, replicas=(replica,) * 2, num_steps=2000)
     assert remedy(wanted).step_factor is None
     for factor in (2, 8, 64):
         longer = with_replicas(wanted, step_seconds=0.5 * factor)
@@ -184,7 +184,7 @@ def test_no_link_makes_up_for_a_slow_replica():
 def test_the_latency_is_the_largest_with_which_any_plan_reaches_the_target():
     """The plan that comes closest at 8 s waits for large fragments, and is not the best one at 2 s."""
     replica = Replica(step_seconds=0.1, gbit_s=1.0, latency_seconds=8.0)
-    wanted = Task(size=ModelSize(num_params=1e9, num_layers=24), replicas=(replica,) * 2, num_steps=100_000)
+    wanted = LinkTask(size=ModelSize(num_params=1e9, num_layers=24), replicas=(replica,) * 2, num_steps=100_000)
     latency_seconds = remedy(wanted).latency_seconds
     assert latency_seconds > 1.5 and feasible(with_replicas(wanted, latency_seconds=latency_seconds))
     assert not feasible(with_replicas(wanted, latency_seconds=1.05 * latency_seconds + 0.1))

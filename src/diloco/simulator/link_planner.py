@@ -14,8 +14,7 @@ import numpy as np
 from diloco.errors import UserError
 from diloco.presets import METHODS, PRESETS, Method
 from diloco.rendezvous.prices import Traffic, longest_poll, run_traffic
-from diloco.simulator.bandwidth import reaches
-from diloco.simulator.description import MethodSettings, ModelSize, Replica
+from diloco.simulator.description import MethodSettings, ModelSize, Replica, reaches
 from diloco.simulator.physical import PhysicalModel
 from diloco.wire.formats import parse
 
@@ -32,7 +31,7 @@ _DAY_SECONDS, _POLL_SECONDS = 86400.0, 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class LinkTask:
     """A model to train, and the machines to train it on.
 
     Raises:
@@ -65,10 +64,10 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One setting, and what to expect of it."""
+class LinkPlan:
+    """Settings for the links of a task, and what to expect of them."""
 
-    task: Task
+    task: LinkTask
     model: PhysicalModel
 
     @property
@@ -247,7 +246,7 @@ def device_memory_gib(num_params: float, num_outer: float) -> float:
     return 4 * (3 * num_params + 2 * num_outer) / 2**30
 
 
-def feasible(task: Task) -> list[Plan]:
+def feasible(task: LinkTask) -> list[LinkPlan]:
     """The plans that reach the target, the least risky first.
 
     A plan is left out if another one that reaches the target is no riskier in any respect. Among plans of the same
@@ -255,7 +254,7 @@ def feasible(task: Task) -> list[Plan]:
     """
     plans = all_plans(task)
     possible = {plan.base for plan in fastest(plans) if plan.reaches_target}
-    chosen: list[Plan] = []
+    chosen: list[LinkPlan] = []
     for plan in sorted(plans, key=lambda plan: plan.risk):
         beaten = any(all(a <= b for a, b in zip(other.risk, plan.risk, strict=True)) for other in chosen)
         if plan.base in possible and not beaten and plan.reaches_target:
@@ -263,28 +262,28 @@ def feasible(task: Task) -> list[Plan]:
     return chosen
 
 
-def presets(task: Task, *, sync_every: int) -> list[Plan]:
+def presets(task: LinkTask, *, sync_every: int) -> list[LinkPlan]:
     """The methods as they are by default, at one H, Data-Parallel first: for comparison."""
     size = min(LAYERS_PER_FRAGMENT[0], task.size.num_layers)
     settings = [MethodSettings(method=one, sync_every=sync_every, layers_per_fragment=size) for one in METHODS]
     return [
-        Plan(task=task, model=PhysicalModel(settings=one, size=task.size, replicas=task.replicas))
+        LinkPlan(task=task, model=PhysicalModel(settings=one, size=task.size, replicas=task.replicas))
         for one in settings
     ]
 
 
-def fastest(plans: Sequence[Plan]) -> list[Plan]:
+def fastest(plans: Sequence[LinkPlan]) -> list[LinkPlan]:
     """The plan of each base with the largest τ and the coarsest codec: no other plan of that base is faster."""
     return list({plan.base: plan for plan in sorted(plans, key=lambda plan: plan.risk)}.values())
 
 
 @lru_cache(maxsize=4)
-def all_plans(task: Task) -> tuple[Plan, ...]:
+def all_plans(task: LinkTask) -> tuple[LinkPlan, ...]:
     """Every setting of the search; the cache keeps their simulations."""
     num_layers, num_replicas = task.size.num_layers, len(task.replicas)
     sizes = dict.fromkeys([size for size in LAYERS_PER_FRAGMENT if size < num_layers] + [num_layers])
     combines = ("gather",) if num_replicas <= 2 else ("gather", "reduce_scatter")
-    plans: list[Plan] = []
+    plans: list[LinkPlan] = []
     for sync_every, overlap_steps, wire, combine, size in product(
         SYNC_EVERY, OVERLAP_STEPS, WIRES, combines, sizes
     ):
@@ -298,7 +297,7 @@ def all_plans(task: Task) -> tuple[Plan, ...]:
             model = PhysicalModel(
                 settings=settings, size=task.size, replicas=task.replicas, wire=wire, combine=combine
             )
-            plans.append(Plan(task=task, model=model))
+            plans.append(LinkPlan(task=task, model=model))
     return tuple(plans)
 
 
@@ -314,7 +313,7 @@ def _method(overlap_steps: int, wire: str) -> Method:
 class Remedy:
     """Changes each of which alone reaches a target that no plan reaches."""
 
-    best: Plan
+    best: LinkPlan
     """The plan that comes closest."""
     link_gbit_s: float | None
     """Bandwidth of every link with which the largest H reaches the target; None if no bandwidth is enough."""
@@ -326,7 +325,7 @@ class Remedy:
     steps; None if no factor is enough."""
 
 
-def remedy(task: Task) -> Remedy:
+def remedy(task: LinkTask) -> Remedy:
     """The changes that make an infeasible target feasible."""
     plans = sorted(
         fastest(all_plans(task)),
@@ -363,10 +362,10 @@ _FACTORS = np.logspace(0, 3, 61).tolist()
 
 
 def _first_that_reaches(
-    plans: Sequence[Plan],
+    plans: Sequence[LinkPlan],
     values: Sequence[float],
     change: Callable[[Replica, float], Replica],
-    is_allowed: Callable[[Plan, float], bool] = lambda *_: True,
+    is_allowed: Callable[[LinkPlan, float], bool] = lambda *_: True,
 ) -> float | None:
     """The first value with which any plan reaches its target; None if there is none.
 
@@ -379,7 +378,7 @@ def _first_that_reaches(
     first = len(values)
     for plan in plans:
 
-        def reaches_with(value: float, plan: Plan = plan) -> bool:
+        def reaches_with(value: float, plan: LinkPlan = plan) -> bool:
             replicas = tuple(change(replica, value) for replica in plan.task.replicas)
             return replace(plan, model=replace(plan.model, replicas=replicas)).reaches_target
 

@@ -1,1 +1,0 @@
-"""The updates of the inner optimizers: how a parameter moves by its gradient."""
