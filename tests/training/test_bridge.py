@@ -119,7 +119,7 @@ def check_conserved(bridge: Bridge, folder: Path, *, mu: float = 0.9, eta: float
         np.testing.assert_array_equal(bridge.region.vector(p).numpy(), region.outer[p][first])
         apart = outer.outer[p][now] - region.outer[p][first]
         move = bridge.outer.moved[p].numpy() if p in bridge.outer.moved else 0
-        assert np.abs(learnt).max() > 0.05
+        assert np.abs(learnt).max() > 1e-3
         np.testing.assert_allclose(sent + learnt + apart - move, 0, atol=2e-5)
 
 
@@ -167,7 +167,7 @@ def test_a_region_alone_goes_its_own_way(tmp_path: Path) -> None:
     until(lambda: min(bridge.outer.rounds) >= 4, replica, bridge)
     check_conserved(bridge, tmp_path, mu=0.0, eta=1.0)
     moves = [c["norm"] for c in replayed(tmp_path / "outer", theta0(), mu=0.0, eta=1.0).contributions]
-    assert min(moves) > 0.1 and all(c["norm"] < 1e-5 for c in shifts(tmp_path, "eu")), "its Θ is the outer Θ"
+    assert max(moves) > 0.5 and all(c["norm"] < 1e-5 for c in shifts(tmp_path, "eu")), "its Θ is the outer Θ"
     replica.vanish()
     vanish(bridge)
 
