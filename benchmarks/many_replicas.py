@@ -78,22 +78,24 @@ def train(way: str, server: Server, folder: Path, num_replicas: int, num_steps: 
         if way == "regions":
             urls["outer"] = server.new_url()
             os.environ |= server.environment
-            _wait_for_runs([urls[name] for name in names], running)
             flags = ["--num-replicas", str(len(names)), "--diloco.sync-every", "6"]
             for name in names:
                 words = ["bridge", urls[name], urls["outer"], *flags]
+                _wait_for_run(urls[name], running)
                 running.append(stack.enter_context(program(diloco, words, folder=folder, **environment)))
-        ends = [one.wait(max(1.0, started + _MOST_SECONDS - time.monotonic())) for one in running]
-    failed = [(end.args, end.stderr[-800:]) for end in ends if end.returncode]
-    assert not failed, failed[:1]
+                _wait_for_run(urls["outer"], running)
+        while any(one.process.exitcode is None for one in running):
+            _check(running)
+            assert time.monotonic() < started + _MOST_SECONDS, "it takes too long"
+            time.sleep(0.2)
+        _check(running)
     seconds = time.monotonic() - started
     statuses = {name: _verified(url, name, folder, environment) for name, url in urls.items()}
     inside = [status for name, status in statuses.items() if name != "outer"]
-    rows = [_row(way, "inside" if way == "regions" else "all", inside, num_replicas, seconds)]
-    return [
-        *rows,
-        *(_row(way, "between", [statuses["outer"]], len(names), seconds) for _ in range(way == "regions")),
-    ]
+    if way != "regions":
+        return [_row(way, "all", inside, num_replicas, seconds)]
+    between = _row(way, "between", [statuses["outer"]], len(names), seconds)
+    return [_row(way, "inside", inside, num_replicas, seconds), between]
 
 
 def _command(way: str, url: str, region: str, m: int, size: int, num_steps: int) -> list[str]:
@@ -113,17 +115,20 @@ def _command(way: str, url: str, region: str, m: int, size: int, num_steps: int)
     return ["train", "tiny", *words, *WAYS[way]]
 
 
-def _wait_for_runs(urls: Sequence[str], running: Sequence[Program]) -> None:
-    """Wait until each of these stores holds a run."""
-    deadline, waiting = time.monotonic() + _MOST_SECONDS / 2, [*urls]
-    while waiting:
+def _wait_for_run(url: str, running: Sequence[Program]) -> None:
+    """Wait until a store holds a run."""
+    while True:
         with suppress(UserError):
-            create_of(waiting[0])
-            waiting.pop(0)
-            continue
-        failed = [one for one in running if one.process.exitcode]
-        assert not failed and time.monotonic() < deadline, (waiting, [one.wait(1) for one in failed[:1]])
+            create_of(url)
+            return
+        _check(running)
         time.sleep(0.5)
+
+
+def _check(running: Sequence[Program]) -> None:
+    """Refuse to wait for the others of a process that has failed."""
+    failed = next((one for one in running if one.process.exitcode), None)
+    assert failed is None, failed.wait(1)
 
 
 def _verified(url: str, name: str, folder: Path, environment: dict[str, str]) -> Row:
