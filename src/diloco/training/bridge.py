@@ -371,8 +371,8 @@ class BridgeConfig:
     num_replicas: int | None = None
     """Regions whose bridges must have joined before the first outer step between them; None is the run's, or 1."""
     diloco: DilocoConfig = field(default_factory=DilocoConfig)
-    """The outer run's, whose inner steps are the region's outer steps: by default sync_every is 4 per fragment, and
-    overlap_steps 1."""
+    """The outer run's, whose inner steps are the region's outer steps: by default sync_every is 4 per fragment,
+    and overlap_steps 1."""
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     """The outer run's."""
     runs: Path = TrainConfig.runs
