@@ -21,7 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import diloco
-from diloco.engine.parameters import gathered, local, own_place
+from diloco.engine.parameters import FragmentParameters, gathered, local, own_place
+from diloco.engine.replica import Replica as Parts
+from diloco.engine.replica import outer_state
+from diloco.engine.settings import settings_of
+from diloco.training.bridge import Region
 
 P, H, T = 3, 4, 14
 CASES = [
@@ -292,3 +296,50 @@ def test_a_process_that_fails_ends_its_replica_with_a_sentence_and_the_others_go
         if expected is not None:
             assert re.match(expected, end[0]) and end[1] < 10, end
     replayed(tmp_path / "run", theta0())
+
+
+def train_with_shifts(folder: str) -> tuple[torch.Tensor, int]:
+    """A replica of two processes, and the bridge of its run, which moves Θ by 1/2 of everything three times."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
+    if group is not None:
+        replica = Replica(folder, name="a", group=group, bridge="eu", num_replicas=1)
+        for _ in range(400):
+            time.sleep(0.005)
+            replica.step()
+        replica.engine.finish(flush=True, close=True)
+        replica.exchange.leave()
+        return replica.outer(), 0
+    wait_for_entry(folder, 1)
+    settings = settings_of(
+        model := Model(),
+        fragments=diloco.sequential(model, layers_per_fragment=1),
+        schedule_for=lambda number: diloco.Schedule(sync_every=H, num_fragments=number),
+        outer=None,
+        mixing=0.5,
+        wire="fp32",
+        combine="gather",
+        error_feedback=None,
+        seed=0,
+        buffers="own",
+        weights="equal",
+    )
+    parameters = FragmentParameters(model, settings.fragments)
+    rendezvous = diloco.StoreRendezvous(folder, name="eu", bridge="eu", timeout_seconds=20, poll_seconds=0.004)
+    region = Region(Parts(settings, parameters, outer_state(settings, parameters, offload=False)), rendezvous)
+    num_shifts = 0
+    for _ in range(3):
+        num_shifts += sum(region.shift(p, torch.full_like(region.vector(p), 0.5)) for p in range(P))
+    rendezvous.leave()
+    return torch.zeros(1), num_shifts
+
+
+@pytest.mark.slow
+def test_the_shards_of_a_replica_take_shifts(tmp_path) -> None:
+    folder = str(tmp_path / "store")
+    (first, _), (second, _), (_, num_shifts) = run_replicas(train_with_shifts, 3, folder)
+    run = replayed(folder, theta0())
+    assert num_shifts == 3 * P, "while the replica trained"
+    assert torch.equal(first, second)
+    last = np.concatenate([rounds[-1] for rounds in run.outer])
+    np.testing.assert_array_equal(first.numpy(), last)

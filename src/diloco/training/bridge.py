@@ -371,8 +371,8 @@ class BridgeConfig:
     num_replicas: int | None = None
     """Regions whose bridges must have joined before the first outer step between them; None is the run's, or 1."""
     diloco: DilocoConfig = field(default_factory=DilocoConfig)
-    """The outer run's. Its inner steps are the region's outer steps, of any fragment: sync_every is by default 4
-    per fragment, and overlap_steps 1."""
+    """The outer run's, whose inner steps are the region's outer steps: by default sync_every is 4 per fragment,
+    and overlap_steps 1."""
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     """The outer run's."""
     runs: Path = TrainConfig.runs
@@ -394,13 +394,13 @@ def asked(region: str, outer: str) -> BridgeConfig:
     diloco = replace(
         known(region, config_of(create.facts)).diloco,
         sync_every=_ROUNDS_APART * num_fragments,
+        overlap_steps=None,
         offsets=None,
         first_sync="full_period",
         merge="mix",
         mixing=0.0,
     )
-    diloco = diloco if existing is None else existing.diloco
-    return BridgeConfig(region=region, outer=outer, diloco=replace(diloco, overlap_steps=num_fragments))
+    return BridgeConfig(region=region, outer=outer, diloco=diloco if existing is None else existing.diloco)
 
 
 def _existing(outer: str) -> TrainConfig | None:
@@ -443,7 +443,9 @@ def run_bridge(
         facts=_facts(config, own),
         **vars(config.elastic),
     )
-    replica = _replica(config.diloco, own)
+    most = min(create.rules.num_fragments, config.diloco.sync_every - 1)
+    overlap = config.diloco.overlap_steps
+    replica = _replica(replace(config.diloco, overlap_steps=most if overlap is None else overlap), own)
     with stoppable(), _region(config, own, create, replica.parameters) as region, leaving(outer):
         bridge = Bridge(region, replica, outer, config.runs / name / "bridge")
         while not region.is_closed:
