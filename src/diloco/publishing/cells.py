@@ -46,7 +46,7 @@ SLACK = 16
 """Bytes beyond the bodies that `encode` may write."""
 _NUM_CLASSES = 4
 _HEAD = struct.Struct("<BB" + "HB" * _NUM_CLASSES)
-_SAMPLE = 64
+_SAMPLE = 16
 """Runs of 64 cells from which a chunk's parameters are read, at least."""
 _MOST_GAP, _GAP_BITS = 16, 18
 _MOST_BIT = 62

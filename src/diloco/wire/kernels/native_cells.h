@@ -5,11 +5,13 @@
 #ifndef LEVEL
 
 #define PAIRS ((uint64_t)0x5555555555555555)
-enum { SAMPLE = 64, CLASSES = 4, HEAD = 2 + 3 * CLASSES, SLACK = 16, GAP_BITS = 18, WORDS = 32, AHEAD_CELLS = 4096 };
+enum { SAMPLE = 16, CLASSES = 4, HEAD = 2 + 3 * CLASSES, SLACK = 16, GAP_BITS = 18, WORDS = 32, AHEAD_CELLS = 4096 };
 enum { MOST_PARAMETER = 62, MOST_GAP_PARAMETER = 16 };
 
 INLINE int bit_length(uint64_t value) { return value ? 64 - __builtin_clzll(value) : 0; }
 INLINE int64_t bytes_of(int64_t bits) { return (bits + 7) / 8; }
+// Memory of a plane that is scratch.
+INLINE int64_t room_of(int64_t bits) { return (bits + 63) / 64 * 8 + SLACK; }
 
 // The e of the shortest code of steps, from the numbers of |s| − 1 of each bit length in a sample.
 static int step_parameter(const uint32_t *counts, int bits) {
@@ -108,7 +110,9 @@ static int level(void) {
     return cells_level < 1 + has_512 ? cells_level : 1 + has_512;
 }
 #define BEST(FUNCTION, ...) \
-    level() > 1 ? FUNCTION##_avx512(__VA_ARGS__) : level() ? FUNCTION##_avx2(__VA_ARGS__) : FUNCTION##_plain(__VA_ARGS__)
+    level() > 1 ? FUNCTION##_avx512(__VA_ARGS__) \
+    : level()   ? FUNCTION##_avx2(__VA_ARGS__) \
+                : FUNCTION##_plain(__VA_ARGS__)
 #else
 #define BEST(FUNCTION, ...) FUNCTION##_plain(__VA_ARGS__)
 #endif
@@ -297,7 +301,8 @@ TARGET static int64_t NAME(find_planes)(const uint8_t *body, int64_t length, int
     return at > end || NAME(find_numbers)(&at, end, k, e, bits, &p->steps) || at != end ? -1 : k;
 }
 
-TARGET static int NAME(write_mask)(const Writer *mask, Body *body, uint8_t *head, uint8_t *scratch, int64_t room, uint32_t *gaps);
+TARGET static int NAME(write_mask)(
+    const Writer *mask, Body *body, uint8_t *head, uint8_t *scratch, int64_t room, uint32_t *gaps);
 TARGET static void NAME(read_mask)(const Planes *p, int c, uint8_t *mask, void *scratch, int64_t n);
 
 #define CELL uint8_t
@@ -313,10 +318,11 @@ TARGET static void NAME(read_mask)(const Planes *p, int c, uint8_t *mask, void *
 #define OF(FUNCTION) NAME(FUNCTION##8)
 #include "native_cells.h"
 // Code the mask of a class, with its head; return 0 if there is no room.
-TARGET static int NAME(write_mask)(const Writer *mask, Body *body, uint8_t *head, uint8_t *scratch, int64_t room, uint32_t *gaps) {
-    int64_t n = num_bits(mask), k = 0, last = -1;
+TARGET static int NAME(write_mask)(
+    const Writer *mask, Body *body, uint8_t *head, uint8_t *scratch, int64_t room, uint32_t *gaps) {
+    int64_t n = num_bits(mask), last = -1;
     memcpy(mask->to, &mask->held, 8);
-    k = NAME(count)(mask->start, n);
+    int64_t k = NAME(count)(mask->start, n);
     if (!k) return 1;
     int g = bit_length((uint64_t)(n * 11 / (16 * k))) - 1;
     uint8_t *before = body->at;
@@ -488,7 +494,8 @@ TARGET INLINE void OF(give)(CELL y[64], uint64_t word, CELL bit) {
 
 TARGET static int OF(write_bit)(const CELL *y, int64_t k, int b, Body *body) {
     uint8_t *plane = take(body, k);
-    for (int64_t i = 0; plane && i < k; i += 64) write_word(plane + i / 8, OF(with)(y + i, (CELL)((CELL)1 << b)) & first_bits(k - i));
+    for (int64_t i = 0; plane && i < k; i += 64)
+        write_word(plane + i / 8, OF(with)(y + i, (CELL)((CELL)1 << b)) & first_bits(k - i));
     return plane != 0;
 }
 // Write the planes of k numbers below 2^bits, which are lost; return 0 if there is no room. 64 more are read.
@@ -518,8 +525,8 @@ TARGET static CELL *OF(read_numbers)(const Numbers *p, CELL *to, CELL *other) {
             OF(expand)(from, longer, to + i);
             from += __builtin_popcountll(longer);
             OF(give)(to + i, ~longer, (CELL)((CELL)1 << b));
-            if (b > p->e) OF(give)(to + i, word_at(p->exact[b - 1] + i / 8), (CELL)((CELL)1 << (b - 1)));
-            for (int j = 0; b == p->e && j < b; j++) OF(give)(to + i, word_at(p->exact[j] + i / 8), (CELL)((CELL)1 << j));
+            for (int j = b > p->e ? b - 1 : 0; j < b; j++)
+                OF(give)(to + i, word_at(p->exact[j] + i / 8), (CELL)((CELL)1 << j));
         }
         CELL *swap = to;
         to = other, other = swap;
@@ -543,6 +550,7 @@ TARGET INLINE void OF(buckets)(const CELL *cells, uint8_t bucket[64]) {
 TARGET INLINE void OF(classes)(const CELL *cells, int top, uint64_t valid, uint64_t *of_class) {
     uint8_t bucket[64];
     OF(buckets)(cells, bucket);
+#pragma GCC unroll 3
     for (int c = 0; c < CLASSES - 1; c++) {
         uint64_t above = valid & NAME(reach)(bucket, top > c ? top - c : 0);
         of_class[c * WORDS] = above;
@@ -576,7 +584,8 @@ TARGET static void OF(sample)(const CELL *old, const CELL *new, int64_t n, int *
         OF(buckets)(a, bucket + num_cells);
         uint64_t word = OF(find_steps)(a, b, step);
         OF(measure)(step, 0);
-        for (int bit = 0; word; word &= OF(with)(step, (CELL)-((CELL)1 << bit++))) counts[bit] += (uint32_t)__builtin_popcountll(word);
+        for (int b = 0; word; word &= OF(with)(step, (CELL)-((CELL)1 << b++)))
+            counts[b] += (uint32_t)__builtin_popcountll(word);
         num_cells += num;
     }
     *top = 8 * counts[0] < 5 * num_cells ? NAME(top_bucket)(bucket, num_cells) : 0;
@@ -585,7 +594,8 @@ TARGET static void OF(sample)(const CELL *old, const CELL *new, int64_t n, int *
 }
 
 // Append to the mask of each class which of its cells changed; write the steps, and return their number.
-TARGET static int64_t OF(find_changes)(const CELL *old, const CELL *new, int64_t n, int top, Writer *masks, CELL *steps) {
+TARGET static int64_t OF(find_changes)(
+    const CELL *old, const CELL *new, int64_t n, int top, Writer *masks, CELL *steps) {
     uint64_t of_class[CLASSES][WORDS], changed[WORDS];
     CELL copy_a[64], copy_b[64], step[64], *to = steps;
     for (int64_t start = 0; start < n; start += 64 * WORDS) {
@@ -625,10 +635,11 @@ TARGET static int OF(write_signs)(CELL *steps, int64_t k, int e, Body *body) {
 
 // Write the body of a chunk, and up to 8 bytes beyond; return its length.
 TARGET static int64_t OF(encode_chunk)(const CELL *old, const CELL *new, int64_t n, uint8_t *start, uint8_t *scratch) {
-    int64_t room = bytes_of(n) + SLACK;
+    int64_t room = room_of(n);
     int top, e, is_room = 1;
     Writer masks[CLASSES];
-    CELL *steps = (CELL *)(scratch + 8 * room);
+    uint32_t *gaps = (uint32_t *)(scratch + 7 * room);
+    CELL *steps = (CELL *)(scratch + 15 * room + 512);
     for (int c = 0; c < CLASSES; c++) masks[c] = (Writer){scratch + c * room, scratch + c * room, 0, 0};
     OF(sample)(old, new, n, &top, &e);
     int64_t k = OF(find_changes)(old, new, n, top, masks, steps);
@@ -637,7 +648,7 @@ TARGET static int64_t OF(encode_chunk)(const CELL *old, const CELL *new, int64_t
     Body body = {start, start + n * (int64_t)sizeof(CELL) - 1};
     is_room = take(&body, 8 * HEAD) != 0;
     for (int c = 0; c < CLASSES && is_room; c++)
-        is_room = NAME(write_mask)(masks + c, &body, head + 2 + 3 * c, scratch + 4 * room, room, (void *)(steps + n + 64));
+        is_room = NAME(write_mask)(masks + c, &body, head + 2 + 3 * c, scratch + 4 * room, room, gaps);
     if (is_room && OF(write_signs)(steps, k, e, &body) && OF(write_numbers)(steps, k, e, BITS, &body)) {
         memcpy(start, head, HEAD);
         return body.at - start;
@@ -651,7 +662,7 @@ TARGET static int64_t OF(encode_chunk)(const CELL *old, const CELL *new, int64_t
 TARGET static int64_t OF(encode)(
     const uint8_t *old, const uint8_t *new, int64_t n, int64_t chunk, uint32_t *lengths, uint8_t *body) {
     int64_t most = n < chunk ? n : chunk, total = 0;
-    uint8_t *scratch = aligned_memory((bytes_of(most) + SLACK) * 8 + (most + 64) * (int64_t)sizeof(CELL) + most * 4 + 512);
+    uint8_t *scratch = aligned_memory(15 * room_of(most) + 512 + (most + 64) * (int64_t)sizeof(CELL));
     if (!scratch) return -1;
     for (int64_t i = 0; i < n; i += chunk) {
         int64_t num = n - i < chunk ? n - i : chunk;
@@ -663,7 +674,8 @@ TARGET static int64_t OF(encode)(
 }
 
 // Change cells by steps, in order, where masks of their classes have bits; return the number of changed ones.
-TARGET static int64_t OF(change)(const Planes *p, const CELL *steps, CELL *into, int64_t n, const uint8_t *masks, int64_t room) {
+TARGET static int64_t OF(change)(
+    const Planes *p, const CELL *steps, CELL *into, int64_t n, const uint8_t *masks, int64_t room) {
     uint64_t of_class[CLASSES][WORDS], changed[WORDS];
     int64_t at[CLASSES] = {0};
     const CELL *from = steps;
@@ -712,7 +724,7 @@ TARGET static int64_t OF(decode_chunk)(
         return changed;
     }
     Planes p;
-    int64_t room = bytes_of(n) + SLACK, k = NAME(find_planes)(body, length, n, BITS, &p);
+    int64_t room = room_of(n), k = NAME(find_planes)(body, length, n, BITS, &p);
     if (k < 0 || only_check) return k;
     uint8_t *lists = scratch + CLASSES * room;
     memset(scratch, 0, (size_t)(CLASSES * room));
@@ -735,7 +747,7 @@ TARGET static int64_t OF(decode)(
     const uint8_t *body, const uint32_t *lengths, uint8_t *into, int64_t n, int64_t chunk, int only_check) {
     int64_t most = n < chunk ? n : chunk, total = 0, left = 0;
     for (int64_t i = 0, c = 0; i < n; i += chunk, c++) left += lengths[c];
-    int64_t num_masks = (bytes_of(most) + SLACK) * CLASSES, size = sizeof(CELL) > 4 ? sizeof(CELL) : 4;
+    int64_t num_masks = CLASSES * room_of(most), size = sizeof(CELL) > 4 ? sizeof(CELL) : 4;
     int64_t num_lists = 2 * (most + 64) * size + 64;
     uint8_t *scratch = aligned_memory(num_masks + num_lists + most * (int64_t)sizeof(CELL) + SLACK);
     if (!scratch) return INT64_MIN;
