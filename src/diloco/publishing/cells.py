@@ -73,7 +73,7 @@ def encode(old_N: Cells, new_N: Cells, into: NDArray[np.uint8]) -> list[int]:
     >>> new[100], new[CHUNK:] = 1, 0xFFFF
     >>> into = np.empty(old.nbytes + SLACK, np.uint8)
     >>> encode(old, old, into), encode(old, new, into)
-    ([0, 0], [19, 8])
+    ([0, 0], [33, 8])
     """
     assert into.flags.c_contiguous and len(into) >= old_N.nbytes + SLACK
     if (compiled := _compiled()) is None:
