@@ -75,6 +75,7 @@ def extra_of(call: ast.Call) -> str:
     return next((str(value.value) for value in values if isinstance(value, ast.Constant)), "")
 
 
+@pytest.mark.slow
 def test_each_library_is_a_dependency_or_comes_with_the_extra_that_a_refusal_names():
     distributions = packages_distributions()
     of_users = names(text for extra, some in EXTRAS.items() if extra not in NOT_FOR_USERS for text in some)

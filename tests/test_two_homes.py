@@ -26,7 +26,7 @@ from diloco.rendezvous.status import Look
 pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs" / "tutorial" / "two-homes.md").read_text()
 DIARY = "Dear diary, today was a day like all others, and yet I wonder what tomorrow will bring. "
-SHORTER = " --num-tokens 150k --sequence-length 64 --micro-batch 4 --optimizer.learning-rate 4e-3"
+SHORTER = " --num-tokens 100k --sequence-length 64 --micro-batch 4 --optimizer.learning-rate 4e-3"
 """Flags with which a tiny model is fine-tuned in seconds."""
 PORT, ROUND_TRIP_SECONDS = 8333, 0.03
 RELAY = """
@@ -184,7 +184,7 @@ def test_two_homes_train_one_model_and_one_of_them_leaves(tmp_path, use_environm
         until(lambda: rounds(url) >= 2)
         os.killpg(gone.pid, signal.SIGKILL)
         before = rounds(url)
-        until(lambda: rounds(url) >= before + 2)
+        until(lambda: rounds(url) > before)
         back = second.type(away)
         outputs = [one.printed() for one in (training, back)]
         assert re.search(r"one winner(.|\n)* ([5-9]|10)\.?\d* Mbit/s up", checking.printed())

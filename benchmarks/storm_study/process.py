@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -37,7 +38,8 @@ class Replica:
         """Send a signal to the process, if it lives."""
         if self._process.is_alive():
             assert self._process.pid is not None, "it was started"
-            os.kill(self._process.pid, number)
+            with suppress(ProcessLookupError):  # it has ended, and the server of forks has not told yet
+                os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         """Kill the process."""

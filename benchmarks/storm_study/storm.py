@@ -88,9 +88,13 @@ class Storm:
         deadline = time.monotonic() + 180
         for name, each in replicas.items():
             while not each.lines():
-                if time.monotonic() > deadline or each.failed:
+                if each.wait(0.1) and not each.lines():
+                    raise SystemExit(
+                        f"replica {name} has ended before its first step; if the others have spent the budget "
+                        f"meanwhile, give more --steps or --rest-seconds:\n{each.log()}"
+                    )
+                if time.monotonic() > deadline:
                     raise SystemExit(f"replica {name} has not begun:\n{each.log()}")
-                time.sleep(0.1)
         return time.monotonic()
 
     def _disturb(self, replicas: dict[str, Replica], proxy: FaultProxy, begin: float) -> None:

@@ -65,6 +65,7 @@ def trained(case: Case, model: nn.Module) -> list[torch.Tensor]:
     return [*made, torch.from_numpy(outer_of(engine))]
 
 
+@pytest.mark.slow
 def test_a_fixed_group_makes_the_same_bits():
     for first, *others in run_replicas(train_fixed_groups, 2, timeout_seconds=120):
         assert others == [first] * 2
@@ -94,6 +95,7 @@ def test_equal_payloads_of_zeros_are_no_mistake():
     run_replicas(send_zeros, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DEFAULTS)
 @pytest.mark.parametrize(("combine", "wire"), [("gather", "e3m0"), ("reduce_scatter", "fp32")])
 def test_replicas_that_meet_in_a_store(tmp_path, combine, wire, dtype):

@@ -98,12 +98,14 @@ def bits_of_both(cases: list[Case], like_apples: bool = False) -> list[bool]:
     return equal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("M", [1, 2])
 def test_the_bits_are_those_of_a_cpu_and_the_host_never_waits(M):
     cases = CASES if M == 2 else [replace(case, tau=0) for case in CASES[:2]]
     assert run_replicas(bits_of_both, M, cases) == [[True] * len(cases)] * M
 
 
+@pytest.mark.slow
 def test_the_bits_are_those_of_a_cpu_on_a_device_without_streams_and_fp64():
     assert run_replicas(bits_of_both, 2, CASES, True) == [[True] * len(CASES)] * 2
 

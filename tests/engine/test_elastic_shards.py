@@ -117,6 +117,7 @@ def train_fixed_members(folder: str, shards: int) -> list[tuple]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_a_sharded_replica_has_the_bits_of_a_whole_one(case: int, fixed_members):
     whole, sharded, folder = fixed_members

@@ -121,7 +121,8 @@ def check_parts(kind: str, has_masters: bool) -> None:
             assert torch.equal(local(parameter), expected_now[own_place(parameter, part=False)])
 
 
-@pytest.mark.parametrize("has_masters", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("has_masters", [False, True])
 def test_each_element_is_in_the_part_of_one_process(has_masters: bool):
     run_replicas(go_through_parts, 4, ["hsdp", "tensor", "fsdp and tensor"], has_masters)
 

@@ -186,6 +186,7 @@ def test_a_length_of_a_parameter_is_that_of_all_its_shards(in_other_ways):
     assert abs(held_out[0] - held_out[1]) > 1e-3, "the rules differ"
 
 
+@pytest.mark.slow
 def test_blocks_that_begin_anew_in_each_shard_train_as_well(in_e3m0):
     assert in_e3m0["shards"][0][1] == pytest.approx(in_e3m0["whole"][0][1], rel=0.005)
     assert len({outer_hash for _, _, outer_hash, _, _ in in_e3m0["shards"]}) == 1
@@ -203,6 +204,7 @@ def test_offload_changes_no_bit(in_e3m0, in_other_ways):
     assert hashes == [in_e3m0["shards"][0][2]] * 4
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_all_shards(in_e3m0):
     *_, (whole_sent, _) = in_e3m0["whole"][0]
     for *_, (sent, received) in in_e3m0["shards"]:

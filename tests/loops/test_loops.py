@@ -63,6 +63,7 @@ def check(loops: dict[Loop, int | None], folder: Path, **arguments) -> None:
             assert after.common == before.common[-len(after.common) :], loop.__name__
 
 
+@pytest.mark.slow
 def test_the_replicas_of_public_scripts_agree_and_resume(tmp_path):
     check(QUICK, tmp_path)
 

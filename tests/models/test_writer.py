@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diloco.models.decoder_config import DecoderConfig
-from diloco.models.writer import Writer, generate
+from diloco.models.writer import Writer, _Choice, generate, write_together
 
 VOCABULARY = 11
 
@@ -63,9 +63,9 @@ def test_a_model_without_a_cache_writes_the_same(model, monkeypatch):
 
 
 def test_tokens_are_drawn_from_the_likeliest_by_their_probabilities(model):
-    writer = Writer(model, context=64, temperature=0.5, top_k=3, seed=1)
+    choice = _Choice(temperature=0.5, top_k=3, seed=1)
     logits = logits_after(model, [1, 2])
-    draws = Counter(writer._chosen(logits) for _ in range(4000))
+    draws = Counter(choice.of(logits) for _ in range(4000))
     top = logits.topk(3)
     assert set(draws) == set(top.indices.tolist())
     for token, probability in zip(top.indices.tolist(), (top.values / 0.5).softmax(-1).tolist(), strict=True):
@@ -88,3 +88,16 @@ def test_the_stop_token_ends_the_text_and_is_no_part_of_it(model):
 @pytest.mark.parametrize("temperature", [1e-40, 1e-320])
 def test_a_temperature_near_zero_takes_the_likeliest(model, temperature):
     assert written(model, [1, 2], 5, temperature=temperature) == written(model, [1, 2], 5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("context", [8, 64])
+def test_texts_written_together_are_those_written_alone(model, temperature, context):
+    prompts, options = [[1, 2], [3], [4, 5, 6, 7, 8]], {"context": context, "temperature": temperature}
+    alone = [written(model, prompt, 20, **options, seed=3 + n) for n, prompt in enumerate(prompts)]
+    together = {**options, "device": torch.device("cpu"), "seed": 3}
+    assert write_together(model, prompts, 20, **together) == alone
+    stop = alone[0][4]
+    until_stop = [text[: [*text, stop].index(stop)] for text in alone]
+    assert write_together(model, prompts, 20, **together, stop=stop) == until_stop
+    assert write_together(model, prompts, 20, **together, until=0.0) == [[], [], []]

@@ -76,6 +76,7 @@ def wait_for_entry(url: str, number: int) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3])
 def test_fixed_members_end_with_the_bits_of_a_process_group(size: int, tmp_path) -> None:
     everyones = run_replicas(over_both, size, str(tmp_path))

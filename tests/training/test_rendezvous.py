@@ -243,6 +243,7 @@ def train_at_own_pace(config: TrainConfig) -> None:
     train(mine, on_step=lambda _: time.sleep(0.01 * rank))
 
 
+@pytest.mark.slow
 def test_replicas_of_other_paces_end_with_the_last_entry_of_the_log(config, tmp_path):
     batches = {"num_replicas": 3, "replica_batch": 1, "micro_batch": 1, "global_batch": 10}
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), num_tokens=40 * 10 * 32, **batches)

@@ -115,6 +115,7 @@ def on_the_fake_device(like_apples: bool) -> tuple[list[float], list[str], list[
         return losses, waits, copies, device.races, late
 
 
+@pytest.mark.slow
 def test_a_step_on_a_gpu_is_begun_without_a_wait():
     """A send copies a payload off the device; other copies, of logs and merges, are of a few numbers."""
     config = config_of(1)

@@ -66,8 +66,8 @@ def compare_what_is_not_finite() -> None:
 def main() -> None:
     with patch.object(module, "_rows", lambda logits_RxV: gpu.GpuRows()), patch.object(gpu, "_CHUNK", 8):
         dtypes = torch.float32, torch.bfloat16, torch.float16
-        for (num_rows, num_logits), dtype, scale in product([(1, 3), (2, 16), (3, 21)], dtypes, (1.0, 30.0)):
-            compare(num_rows, num_logits, dtype, scale)
+        for (num_rows, num_logits), dtype in product([(1, 3), (2, 16), (3, 21)], dtypes):
+            compare(num_rows, num_logits, dtype, scale=1.0 if num_rows == 2 else 30.0)
         compare_what_is_not_finite()
         torch.set_default_dtype(torch.bfloat16)
         compare(3, 21, torch.bfloat16, 1.0)

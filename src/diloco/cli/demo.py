@@ -300,7 +300,7 @@ def _short(name: str) -> str:
 def _play(watch: _Watch, tell: _Narrator) -> list[str]:
     """Kill a replica amid the run, start it again, wait for the end; the names of those that ended well."""
     victim, cohorts = watch.replicas[_VICTIM], watch.cohorts
-    watch.until(lambda: watch.part >= 1 / 4 and _VICTIM in cohorts[-1])
+    watch.until(lambda: watch.part >= 1 / 8 and _VICTIM in cohorts[-1])
     tell(f"kill -9 {victim.kill()}: {_VICTIM} is gone, and has told nobody")
     victim.join(_SECONDS_TO_END)
     gone = len(cohorts)

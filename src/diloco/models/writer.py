@@ -1,9 +1,10 @@
 """Text that a model writes, token after token; its cache remembers those before.
 
-Shapes: V vocabulary.
+Shapes: B texts, T tokens, V vocabulary.
 """
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -43,38 +44,71 @@ class Writer:
         top_k: int = 40,
         seed: int = 0,
     ) -> None:
-        check_sampling(temperature, top_k)
-        self._model, self._context, self._device, self._vocab_size = model, context, device, vocab_size
-        self._temperature, self._top_k = temperature, top_k
-        self._generator = torch.Generator().manual_seed(seed)
-        self._cache, self._num_cached = model.new_cache(), 0
-        self._tokens: list[int] = []
+        self._choice = _Choice(temperature, top_k, seed)
+        self._texts = _Texts(model, [[]], context=context, device=device, vocab_size=vocab_size)
 
     def read(self, tokens: Sequence[int]) -> None:
         """Add tokens to the text."""
-        self._tokens += tokens
+        self._texts.add([tokens])
 
     def write(self) -> int:
         """The next token, which is added to the text; something must have been read before."""
-        assert self._tokens, "a model writes after at least one token"
-        token = self._chosen(self._logits())
-        self._tokens.append(token)
+        token = self._choice.of(self._texts.logits()[0])
+        self._texts.add([[token]])
         return token
 
-    @torch.inference_mode()
-    def _logits(self) -> Tensor:
-        """The logits (V,) of the next token, on the CPU."""
-        if self._cache is None:
-            self._tokens, self._num_cached = self._tokens[-self._context :], 0
-        elif len(self._tokens) > self._context:
-            self._tokens = self._tokens[-max(1, self._context // 2) :]
-            self._cache, self._num_cached = self._model.new_cache(), 0
-        unread_1xT = torch.tensor([self._tokens[self._num_cached :]], dtype=torch.int64, device=self._device)
-        self._num_cached = len(self._tokens)
-        with in_evaluation(self._model):
-            return self._model(unread_1xT, self._cache)[0, -1, : self._vocab_size].float().cpu()
 
-    def _chosen(self, logits_V: Tensor) -> int:
+class _Texts:
+    """Texts of equal length that a model reads together; its cache remembers what it has read of them."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        texts: Sequence[Sequence[int]],
+        *,
+        context: int,
+        device: torch.device,
+        vocab_size: int | None,
+    ) -> None:
+        self._model, self._context, self._device, self._vocab_size = model, context, device, vocab_size
+        self._texts = [list(text) for text in texts]
+        self._cache, self._num_cached = model.new_cache(), 0
+
+    def add(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Add as many tokens to each text."""
+        for text, more in zip(self._texts, tokens, strict=True):
+            text += more
+
+    @torch.inference_mode()
+    def logits(self) -> Tensor:
+        """The logits (B, V) of the next token of each text, on the CPU."""
+        length = len(self._texts[0])
+        assert length, "a model writes after at least one token"
+        if self._cache is None:
+            self._keep(self._context)
+        elif length > self._context:
+            self._keep(max(1, self._context // 2))
+            self._cache = self._model.new_cache()
+        unread = [text[self._num_cached :] for text in self._texts]
+        self._num_cached = len(self._texts[0])
+        with in_evaluation(self._model):
+            unread_BxT = torch.tensor(unread, dtype=torch.int64, device=self._device)
+            return self._model(unread_BxT, self._cache)[:, -1, : self._vocab_size].float().cpu()
+
+    def _keep(self, num_tokens: int) -> None:
+        """Keep the last tokens of each text, none of which was read."""
+        self._texts, self._num_cached = [text[-num_tokens:] for text in self._texts], 0
+
+
+class _Choice:
+    """The choice of a token by its logits; arguments and errors as those of `Writer`."""
+
+    def __init__(self, temperature: float, top_k: int, seed: int) -> None:
+        check_sampling(temperature, top_k)
+        self._temperature, self._top_k = temperature, top_k
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def of(self, logits_V: Tensor) -> int:
         if self._temperature == 0:
             return int(logits_V.argmax())
         top = logits_V.topk(min(self._top_k, len(logits_V)))
@@ -103,3 +137,59 @@ def generate(writer: Writer, num_tokens: int, *, stop: int | None = None) -> Ite
         if token == stop:
             return
         yield token
+
+
+def write_together(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    *,
+    context: int,
+    device: torch.device,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    top_k: int = 40,
+    seed: int = 0,
+    stop: int | None = None,
+    until: float = math.inf,
+) -> list[list[int]]:
+    """The tokens that a model writes after each of several prompts: all of them in the passes that one takes.
+
+    Each is what a `Writer` of its own writes, to rounding. While one prompt is still read, the shorter ones are
+    written on.
+
+    Args:
+        model: tokens to logits.
+        prompts: of at least one token each.
+        num_tokens: at most so many are written after each.
+        context: as of `Writer`, like those below.
+        device: where the model is.
+        vocab_size: the tokenizer's.
+        temperature: by which logits are divided.
+        top_k: how many of the likeliest tokens are drawn from.
+        seed: of the draws after the first prompt; those after the others have the next ones.
+        stop: the token that ends a text, and is not one of its tokens.
+        until: time of `time.monotonic` at which all texts end.
+
+    Raises:
+        UserError: if temperature or top_k is out of its range.
+    """
+    num_read = min(map(len, prompts))
+    begun = [prompt[:num_read] for prompt in prompts]
+    texts = _Texts(model, begun, context=context, device=device, vocab_size=vocab_size)
+    choices = [_Choice(temperature, top_k, seed + number) for number in range(len(prompts))]
+    written: list[list[int]] = [[] for _ in prompts]
+    is_open = [num_tokens > 0] * len(prompts)
+    while any(is_open) and time.monotonic() < until:
+        logits, tokens = texts.logits(), list[int]()
+        for number, (prompt, choice) in enumerate(zip(prompts, choices, strict=True)):
+            if num_read < len(prompt):
+                tokens.append(prompt[num_read])
+                continue
+            tokens.append(choice.of(logits[number]))
+            if is_open[number] and tokens[-1] != stop:
+                written[number].append(tokens[-1])
+            is_open[number] &= tokens[-1] != stop and len(written[number]) < num_tokens
+        texts.add([[token] for token in tokens])
+        num_read += 1
+    return written

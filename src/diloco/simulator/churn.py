@@ -269,8 +269,13 @@ class _Fleet:
             active_M = arrival_M == arrival_M.min()  # nobody is waited for
         num_active = int(np.count_nonzero(active_M))
         arrival_K = np.sort(arrival_M[is_here_M])
-        # Without those that nobody waits for, who are few.
-        active_K = np.delete(arrival_K, np.searchsorted(arrival_K, arrival_M[is_here_M & ~active_M]))
+        others_K = arrival_M[is_here_M & ~active_M]  # nobody waits for these
+        if len(others_K) < len(arrival_K) // 8:
+            counts = np.arange(len(others_K))
+            places = np.searchsorted(arrival_K, np.sort(others_K)) - counts
+            active_K = np.delete(arrival_K, np.maximum.accumulate(places) + counts)  # equal times have two places
+        else:  # to look for so many takes longer than to sort the rest
+            active_K = np.sort(arrival_M[is_here_M & active_M])
         can_decide_M = is_here_M & ~self.is_gone_M
         begin_M = np.where(np.isfinite(self.waits_PM[p]), opens, send_M)  # late ones wait for the new round
         overlap_M = begin_M + run.overlap_steps * self.pace_M

@@ -3,13 +3,12 @@
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import takewhile
 
 from diloco.data.shards import read_index
-from diloco.data.tokenizers import Tokenizer, load_tokenizer, text_pieces
+from diloco.data.tokenizers import load_tokenizer, text_pieces
 from diloco.files import write_json
 from diloco.models.language_model import LanguageModel, in_evaluation
-from diloco.models.writer import Writer, generate
+from diloco.models.writer import write_together
 from diloco.training.config.config import TrainConfig
 
 SAMPLES_FILE = "samples.json"
@@ -44,25 +43,23 @@ def write_samples(model: LanguageModel, config: TrainConfig) -> list[Sample]:
     assert config.data.prepared is not None, "the config is resolved"
     tokenizer, until = load_tokenizer(config.data.prepared), time.monotonic() + _SECONDS
     prompts = prompts_for(read_index(config.data.prepared).settings.train)
+    read = [tokenizer.encode([prompt])[0].tolist() for prompt in prompts]
     with in_evaluation(model):  # once, not at every token
-        samples = [_sample(model, tokenizer, config, *one, until) for one in enumerate(prompts)]
+        written = write_together(
+            model,
+            [[tokenizer.bos_id, *ids] for ids in read],
+            _NUM_TOKENS,
+            context=config.sequence_length,
+            device=next(model.parameters()).device,
+            vocab_size=tokenizer.vocab_size,
+            temperature=_TEMPERATURE,
+            seed=config.seed,
+            stop=tokenizer.bos_id,
+            until=until,
+        )
+    samples = [
+        Sample(prompt=prompt, text="".join(text_pieces(tokenizer, iter(ids), after=before)))
+        for prompt, ids, before in zip(prompts, written, read, strict=True)
+    ]
     write_json(config.directory / SAMPLES_FILE, [asdict(sample) for sample in samples])
     return samples
-
-
-def _sample(
-    model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, number: int, prompt: str, until: float
-) -> Sample:
-    writer = Writer(
-        model,
-        context=config.sequence_length,
-        device=next(model.parameters()).device,
-        vocab_size=tokenizer.vocab_size,
-        temperature=_TEMPERATURE,
-        seed=config.seed + number,
-    )
-    read = tokenizer.encode([prompt])[0].tolist()
-    writer.read([tokenizer.bos_id, *read])
-    ids = generate(writer, _NUM_TOKENS, stop=tokenizer.bos_id)
-    in_time = takewhile(lambda _: time.monotonic() < until, ids)
-    return Sample(prompt=prompt, text="".join(text_pieces(tokenizer, in_time, after=read)))
