@@ -70,15 +70,16 @@ def pairs(draw):
     return old, new
 
 
-IMPLEMENTATIONS = ["native", "portable", "plain"] if HAS_COMPILER else ["plain"]
+LEVELS = {"avx512": 2, "avx2": 1, "portable": 0}
+IMPLEMENTATIONS = [*LEVELS, "plain"] if HAS_COMPILER else ["plain"]
 
 
 @contextmanager
 def implementation(name, chunk=cells.CHUNK):
-    """Code cells by compiled C, with or without the processor's own instructions, or in NumPy, in such chunks."""
+    """Code cells by compiled C with at most such instructions, or in NumPy, in such chunks."""
     with pytest.MonkeyPatch.context() as patch:
         if (compiled := native()) is not None:
-            patch.setattr(c_int.in_dll(compiled._library, "cells_are_plain"), "value", int(name == "portable"))
+            patch.setattr(c_int.in_dll(compiled._library, "cells_level"), "value", LEVELS.get(name, 2))
         patch.setattr(cells, "CHUNK", chunk)
         if name == "plain":
             patch.setattr(cells, "native", lambda: None)
@@ -121,7 +122,7 @@ def test_whole_chunks_have_the_same_bytes_in_both_forms(density):
 def test_a_damaged_difference_is_refused_or_means_one_thing_and_never_half_of_it(states, seed, data):
     old, new = states
     rng = np.random.default_rng(seed)
-    with implementation("native", 250):
+    with implementation(IMPLEMENTATIONS[0], 250):
         body = bytearray(difference_of(old, new))
     for _ in range(data.draw(st.integers(1, 4))):
         at = int(rng.integers(0 if rng.random() < 0.1 else 40, len(body) + 1))

@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tests.fault_proxy import FaultProxy
+from tests.rendezvous.test_entries import object_of
 from tests.servers import Server
 from torch import Tensor, nn
 
@@ -416,6 +417,11 @@ def _sealed(place: Path, version: Version) -> None:
     (place / VERSION.name(version.number)).write_bytes(VERSION.seal(version, Signer()))
 
 
+def _of_a_later_format(place: Path, version: Version) -> None:
+    fields = {**asdict(version), "format": 2, "further": [1]}
+    (place / VERSION.name(version.number)).write_bytes(object_of(json.dumps(fields).encode(), b""))
+
+
 def _replaced(place: Path, version: Version) -> None:
     _sealed(place, replace(version, previous="ab" * 32))
 
@@ -458,11 +464,12 @@ def _begun_anew(place: Path, version: Version) -> None:
 @pytest.mark.parametrize(
     "damage, words",
     [
-        (_cut, r"bodies/0000000002-\w{16}/00000 in .* was cut short: it has 146 bytes, not 147"),
+        (_cut, r"bodies/0000000002-\w{16}/00000 in .* was cut short: it has 149 bytes, not 150"),
         (_lengthened, "bytes, and may have"),
         (_flipped, "the difference of version 2 in .* does not match the SHA-256 in its header: it was damaged"),
         (_head_cut, "version 2 in .* can't be used: its header is cut short"),
         (_in_anothers_place, "version 2 in .* can't be used: it is version 1, put in another's place"),
+        (_of_a_later_format, "version 2 in .* is of format 2, and this diloco reads format 1: install"),
         (_replaced, "version 2 in .* does not follow version 1 as it was read: one of them was replaced"),
         (_wrong_digest, r"version 2 in .* leads to the digest \w{16}…, and its header says abababab"),
         (_of_another_model, r"version 2 in .* is of another model: .* are missing: follow it with a new follower"),

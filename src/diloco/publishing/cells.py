@@ -8,19 +8,22 @@ A chunk's body consists of planes of bits, each of which begins with a byte and 
 byte on. The smaller an old weight is, the more often it changes: its class, one of four, is that of the top seven
 bits of its magnitude, two binades of a bfloat16. A chunk of which most cells change has one class. In order:
 
-    head            the highest bucket of the classes, e; for each class the bytes of its first plane, and g
-    of each class   g = 0: the mask of its changed cells
-                    g = 1: the mask of its pairs of cells that changed; of these, the mask of those whose first
-                    cell alone changed; of the others, the mask of those whose cells both changed
-                    g > 1: the numbers of unchanged cells before each changed one, divided by 2^g, in unary; then
-                    the remainders, of g bits (Rice's code)
+    head            the highest bucket of the classes, e; for each class a number, and g
+    of each class   g = 0: the mask of its changed cells; the number is that of the mask's bytes
+                    g = 1: the mask of its pairs of cells that changed, and the number of its bytes; of these, the
+                    mask of those whose first cell alone changed; of the others, those whose cells both changed
+                    g > 1: y = d + 2^g for each changed cell, with d unchanged ones before it; the number is theirs
     signs           of the steps
-    bits b < e      of y = |s| − 1 + 2^e, a plane each
-    for each b ≥ e  which of the y that reach bit b have a higher one; of these, bit b (exponential Golomb)
+                    y = |s| − 1 + 2^e for each changed cell
 
-So the C code works on 64 cells at once, by pext and pdep (BMI2) where they are; only Rice's code has a cost per
-changed cell, where few change. A chunk without change has no body; a chunk whose body would be as long as its
-cells, or longer, is these cells. On other old cells than the encoder's a body leads to other new ones.
+Numbers y, by exponential Golomb with the parameter e or g, are planes too:
+
+    bits b < e      a plane each
+    for each b ≥ e  which of the y that reach bit b have a higher one; of these, bit b
+
+So the C code works on 64 cells at once: it compresses those that go on to the next plane, and expands them back. A
+chunk without change has no body; a chunk whose body would be as long as its cells, or longer, is these cells. On
+other old cells than the encoder's a body leads to other new ones.
 
 Steps are exact integers modulo 2^b, with b bits in a cell: nothing is rounded, whatever the bits mean.
 """
@@ -29,6 +32,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_int, c_int64, c_void_p
 from itertools import accumulate, pairwise
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,15 +46,17 @@ SLACK = 16
 """Bytes beyond the bodies that `encode` may write."""
 _NUM_CLASSES = 4
 _HEAD = struct.Struct("<BB" + "HB" * _NUM_CLASSES)
-_SAMPLE = 64
+_SAMPLE = 16
 """Runs of 64 cells from which a chunk's parameters are read, at least."""
-_MOST_GAP = 17
+_MOST_GAP, _GAP_BITS = 16, 18
 _MOST_BIT = 62
 """The largest parameter: so y is below 2^64."""
 
 _ENCODE = (*[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 2)
 _DECODE = (*[c_void_p] * 3, *[c_int64] * 2, c_int)
 
+_Take: TypeAlias = Callable[[int], NDArray[np.bool]]
+"""Takes so many bits from a body."""
 Cells = NDArray[np.unsignedinteger]
 """Flat little-endian unsigned integers of 1, 2, 4 or 8 bytes."""
 
@@ -67,7 +73,7 @@ def encode(old_N: Cells, new_N: Cells, into: NDArray[np.uint8]) -> list[int]:
     >>> new[100], new[CHUNK:] = 1, 0xFFFF
     >>> into = np.empty(old.nbytes + SLACK, np.uint8)
     >>> encode(old, old, into), encode(old, new, into)
-    ([0, 0], [19, 8])
+    ([0, 0], [33, 8])
     """
     assert into.flags.c_contiguous and len(into) >= old_N.nbytes + SLACK
     if (compiled := _compiled()) is None:
@@ -130,31 +136,31 @@ def _encode_chunk(old_n: Cells, new_n: Cells) -> bytes:
     top, e = 0 if is_dense else _top(_buckets(old_n[is_sampled_n])), _step_parameter(sample_k, bits)
     class_n = _classes(old_n, top)
     masks = [_mask_planes(is_changed_n[class_n == number]) for number in range(_NUM_CLASSES)]
-    head = _HEAD.pack(top, e, *(number for g, first, *_ in masks for number in (len(first), g)))
-    planes = [head, *(plane for _, *planes in masks for plane in planes)]
-    body = b"".join([*planes, _packed(is_down_k), *_step_planes(least_k + np.uint64(1 << e), e, bits)])
+    head = _HEAD.pack(top, e, *(field for *fields, _ in masks for field in fields))
+    planes = [head, *(plane for *_, planes in masks for plane in planes)]
+    body = b"".join([*planes, _packed(is_down_k), *_number_planes(least_k, e, bits)])
     return body if len(body) < old_n.nbytes else new_n.tobytes()
 
 
-def _mask_planes(is_changed_m: NDArray[np.bool]) -> tuple[int, bytes, bytes, bytes]:
-    """The parameter g of a class of m cells, and its planes."""
+def _mask_planes(is_changed_m: NDArray[np.bool]) -> tuple[int, int, list[bytes]]:
+    """The head of a class of m cells, and its planes."""
     if not is_changed_m.any():
-        return 0, b"", b"", b""
+        return 0, 0, []
     place_k = np.flatnonzero(is_changed_m)
     g = _gap_parameter(len(is_changed_m), len(place_k))
-    if not g:
-        return 0, _packed(is_changed_m), b"", b""
+    if g > 1:
+        gap_k = np.diff(place_k, prepend=-1) - 1
+        return len(place_k), g, list(_number_planes(gap_k.astype(np.uint64), g, _GAP_BITS))
+    planes = [_packed(is_changed_m)]
     if g == 1:
         pairs = np.append(is_changed_m, np.zeros(len(is_changed_m) % 2, np.bool)).reshape(-1, 2)
         first, second = pairs[pairs[:, 0] | pairs[:, 1]].T
-        return 1, _packed(pairs[:, 0] | pairs[:, 1]), _packed(first & ~second), _packed((first & second)[second])
-    gap_k = np.diff(place_k, prepend=-1) - 1
-    is_one = np.zeros((gap_k >> g).sum() + len(gap_k), np.bool)
-    is_one[((gap_k >> g) + 1).cumsum() - 1] = True
-    return g, _packed(is_one), _packed(gap_k[:, None] >> np.arange(g) & 1), b""
+        planes = [_packed(pairs[:, 0] | pairs[:, 1]), _packed(first & ~second), _packed((first & second)[second])]
+    return len(planes[0]), g, planes
 
 
-def _step_planes(y_k: NDArray[np.uint64], e: int, bits: int) -> Iterator[bytes]:
+def _number_planes(number_k: NDArray[np.uint64], e: int, bits: int) -> Iterator[bytes]:
+    y_k = number_k + np.uint64(1 << e)
     for bit in range(e):
         yield _packed(y_k >> np.uint64(bit) & np.uint64(1))
     for bit in range(e, bits - 1):
@@ -201,13 +207,40 @@ def _changes(body: memoryview, n: int, dtype: np.dtype) -> tuple[int, list[NDArr
         _check(at <= len(body))
         return np.unpackbits(flags[start:at], count=num_bits, bitorder="little").astype(np.bool)
 
-    masks = [_mask(taken(8 * num_bytes), g, n, taken) for num_bytes, g in pairs]
+    masks = [_mask(number, g, n, taken) for number, g in pairs]
     num_changed = int(sum(map(np.count_nonzero, masks)))
     _check(0 < num_changed <= n)
-    is_down_k, y_k = taken(num_changed), np.zeros(num_changed, np.uint64)
+    is_down_k = taken(num_changed)
+    step_k = (_numbers(num_changed, e, bits, taken) + np.uint64(1)).astype(dtype)
+    _check(at == len(body))
+    return top, masks, np.where(is_down_k, -step_k, step_k)
+
+
+def _mask(number: int, g: int, n: int, taken: _Take) -> NDArray[np.bool]:
+    """The mask of a class from its planes."""
+    _check(g <= _MOST_GAP)
+    if g > 1:
+        place_k = (_numbers(number, g, _GAP_BITS, taken).astype(np.int64) + 1).cumsum() - 1
+        _check(not number or place_k[-1] < n)
+        mask = np.zeros(n, np.bool)
+        mask[place_k] = True
+        return mask
+    _check(8 * number <= (n + g >> g) + 7)
+    first = taken(8 * number)
+    if not g:
+        return first
+    pairs = np.zeros((len(first), 2), np.bool)
+    pairs[first, 0] = only_first = taken(int(np.count_nonzero(first)))
+    pairs[np.flatnonzero(first)[~only_first], 0] = taken(int(np.count_nonzero(~only_first)))
+    pairs[np.flatnonzero(first)[~only_first], 1] = True
+    return pairs.reshape(-1)
+
+
+def _numbers(num: int, e: int, bits: int, taken: _Take) -> NDArray[np.uint64]:
+    """The numbers y − 2^e of their planes."""
+    y_k, place_k = np.zeros(num, np.uint64), np.arange(num)
     for bit in range(e):
-        y_k |= taken(num_changed).astype(np.uint64) << np.uint64(bit)
-    place_k = np.arange(num_changed)
+        y_k |= taken(num).astype(np.uint64) << np.uint64(bit)
     for bit in range(e, bits):
         if not len(place_k):
             break
@@ -215,31 +248,7 @@ def _changes(body: memoryview, n: int, dtype: np.dtype) -> tuple[int, list[NDArr
         y_k[place_k[~is_longer]] |= np.uint64(1 << bit)
         place_k = place_k[is_longer]
         y_k[place_k] |= taken(len(place_k)).astype(np.uint64) << np.uint64(bit)
-    _check(at == len(body))
-    step_k = (y_k - np.uint64((1 << e) - 1)).astype(dtype)
-    return top, masks, np.where(is_down_k, -step_k, step_k)
-
-
-def _mask(first: NDArray[np.bool], g: int, n: int, taken: Callable[[int], NDArray[np.bool]]) -> NDArray[np.bool]:
-    """The mask of a class from its planes."""
-    num_ones = int(np.count_nonzero(first))
-    _check(g <= _MOST_GAP and (g > 1 or len(first) <= (n + g >> g) + 7))
-    if not g:
-        return first
-    if g == 1:
-        pairs = np.zeros((len(first), 2), np.bool)
-        pairs[first, 0] = only_first = taken(num_ones)
-        pairs[np.flatnonzero(first)[~only_first], 0] = taken(int(np.count_nonzero(~only_first)))
-        pairs[np.flatnonzero(first)[~only_first], 1] = True
-        return pairs.reshape(-1)
-    _check(first[-8:].any() or not len(first))
-    gap_k = np.diff(np.flatnonzero(first), prepend=-1) - 1 << g
-    gap_k += (taken(num_ones * g).reshape(-1, g) << np.arange(g)).sum(1)
-    place_k = (gap_k + 1).cumsum() - 1
-    _check(not num_ones or place_k[-1] < n)
-    mask = np.zeros(n, np.bool)
-    mask[place_k] = True
-    return mask
+    return y_k - np.uint64(1 << e)
 
 
 def order(cells: Cells, *, back: bool = False) -> Cells:

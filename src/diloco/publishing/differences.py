@@ -25,7 +25,7 @@ from diloco.wire.kernels.memory import recycled_bytes
 
 T = TypeVar("T")
 _Pairs: TypeAlias = Sequence[tuple[cells.Cells, cells.Cells]]
-_MAGIC = b"DLCDIFF2"
+_MAGIC = b"DLCDIFF3"
 _DIGEST_BYTES = 32
 _HEAD_BYTES = len(_MAGIC) + _DIGEST_BYTES
 _LENGTH_BYTES = 4

@@ -12,6 +12,7 @@ old versions are deleted from below.
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -20,7 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from diloco.errors import PayloadError, UserError
+from diloco.errors import FileError, PayloadError, UserError
 from diloco.files import sha256
 from diloco.publishing.differences import apply_to, content_digest
 from diloco.publishing.states import State, num_bytes_of, open_whole, unlike
@@ -87,12 +88,7 @@ class Version:
     """The files that go with it, by name."""
 
     def __post_init__(self) -> None:
-        """Refuse a header of another form, and one that contradicts itself."""
-        if self.format != FORMAT:
-            raise ValueError(
-                f"it is of format {self.format}, and this diloco reads format {FORMAT}: install the release of "
-                "diloco that publishes"
-            )
+        """Refuse a header that contradicts itself."""
         if (self.whole is not None) != (self.start == self.number) or self.start > self.number:
             raise ValueError(f"version {self.number} starts at {self.start}")
         if self.whole is None and self.difference is None:
@@ -118,7 +114,32 @@ class Version:
         return sha256(VERSION.line(self))
 
 
-VERSION = Signed(
+@dataclass(frozen=True)
+class _Numbered:
+    """The format of a header, whatever else it holds."""
+
+    format: Count
+
+
+class _Versions(Signed[Version]):
+    def read(self, line: bytes, source: str) -> Version:
+        """The header of a line of JSON, after its format, which says what other fields there are.
+
+        Raises:
+            FileError: if it is none, or of another format.
+        """
+        number = FORMAT
+        with suppress(ValueError):  # which `decoded` explains
+            number = msgspec.json.decode(line, type=_Numbered).format
+        if number != FORMAT:
+            raise FileError(
+                f"{source} is of format {number}, and this diloco reads format {FORMAT}: install the release of "
+                "diloco that publishes"
+            )
+        return super().read(line, source)
+
+
+VERSION = _Versions(
     word="version",
     place="versions/{:010d}",
     form=Version,
