@@ -325,7 +325,7 @@ def test_processes_of_two_regions_and_their_bridges_train_one_model(tmp_path, sm
         assert {*steps[-1]["contributors"]} <= {f"{region}-a", f"{region}-b", f"{region}-bridge"}
         assert any(f"{region}-bridge" in step["contributors"] for step in steps)
     outer = checked(str(tmp_path / "outer"), initial=initial_parameters)
-    assert outer.state.closed and outer.checked.steps == outer.state.num_outer > 12
+    assert outer.state.closed and outer.checked.steps == outer.state.num_outer > 5
     names = [member.name for member in outer.state.members]
     assert sorted(names) == ["eu-bridge", "us-bridge", "us-bridge"]
     tokens = {name: sum(m.tokens for m in outer.state.members if m.name == name) for name in names}
