@@ -300,7 +300,8 @@ with Path("calls").open("a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\\n")
 if sys.argv[1:3] == ["jobs", "queue"]:
     rows = [(3, "run-a100-0", "RECOVERING"), (1, "run-a100-0", "FAILED"), (2, "run-a100-1", "RUNNING")]
-    rows = rows if '"launch"' in Path("calls").read_text() else []
+    if '"launch"' not in Path("calls").read_text():  # as SkyPilot 0.14 does before its first job
+        sys.exit("sky.exceptions.ClusterNotUpError: No in-progress managed jobs.")
     print(json.dumps([dict(job_id=i, job_name=name, status=status) for i, name, status in rows]))
 """
 

@@ -2,14 +2,17 @@
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
-from diloco.errors import UserError
+from diloco.errors import DilocoError, UserError
 from diloco.fleets.engine import Launch, State, Submission, as_yaml, asked, refuse_directory_store, refuse_group
 from diloco.fleets.fleet_file import Fleet, Kind, kind_of
 from diloco.fleets.script import Place, entering, program_of
 
 _SECONDS_TO_LAUNCH = 1800.0
 """The first launch starts the machine that manages the others."""
+_NO_JOBS = "No in-progress managed jobs"
+"""SkyPilot's error while that machine is not there: before the first launch, or when it has stopped after the last."""
 _STATES: Mapping[str, State] = {
     "RUNNING": "running",
     "SUCCEEDED": "finished",
@@ -59,9 +62,8 @@ class SkyPilot:
 
     def states(self, launch: Launch) -> Mapping[str, State]:
         """The states in the queue of managed jobs."""
-        rows = json.loads(asked(("sky", "jobs", "queue", "--all", "--output", "json"), engine="SkyPilot"))
         newest: dict[str, tuple[int, str]] = {}
-        for row in rows:
+        for row in _queue():
             job = (row["job_id"], str(row["status"]).rpartition(".")[2])
             newest[row["job_name"]] = max(newest.get(row["job_name"], job), job)
         return {
@@ -73,6 +75,15 @@ class SkyPilot:
         """Cancel the jobs, and by that end their machines."""
         for name in names:
             asked(("sky", "jobs", "cancel", "--yes", "--name", launch.jobs[name]), engine="SkyPilot")
+
+
+def _queue() -> list[dict[str, Any]]:
+    try:
+        return json.loads(asked(("sky", "jobs", "queue", "--all", "--output", "json"), engine="SkyPilot"))
+    except DilocoError as error:
+        if _NO_JOBS in str(error):
+            return []
+        raise
 
 
 def _task(launch: Launch, kind: Kind) -> dict[str, object]:
