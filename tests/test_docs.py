@@ -4,9 +4,12 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from diloco.fleets.fleet_file import read_launch
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,6 +34,20 @@ def test_a_command_that_does_not_exist_is_named():
     assert check_command("diloco trane tiny") == "there is no verb 'trane'"
     assert check_command("diloco train tiny --replicas 2") == "there is no --replicas"
     assert check_command("diloco simulate curves") == "diloco simulate has no 'curves'"
+
+
+def test_examples_in_toml_are_toml_and_the_fleet_is_one(tmp_path: Path):
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    examples = {
+        page.stem: re.findall("^```toml.*?\n(.*?)^```", page.read_text(), re.DOTALL | re.M) for page in pages
+    }
+    assert sum(map(len, examples.values())) >= 5
+    for texts in examples.values():
+        for text in texts:
+            tomllib.loads(text)
+    (fleet,) = examples["launch-a-fleet"]
+    (tmp_path / "fleet.toml").write_text(fleet)
+    assert read_launch(tmp_path / "fleet.toml").names == ("4090-0", "4090-1", "a100-0")
 
 
 def test_the_readme_answers_on_its_first_screen():

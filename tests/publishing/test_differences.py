@@ -148,6 +148,33 @@ def test_a_damaged_difference_is_refused_or_means_one_thing_and_never_half_of_it
     assert len(set(results)) == 1, "native and plain code agree"
 
 
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint64])
+@pytest.mark.parametrize("gaps", [[199], [200], [0, 99, 98], [0, 99, 99], [30, 2**18 - 5]])
+def test_a_difference_changes_the_last_cell_and_none_beyond(gaps, dtype, name):
+    """Numbers y = d + 4, d unchanged cells before each changed one, in planes written here by hand."""
+    values, planes = [gap + 4 for gap in gaps], []
+    planes += [[y >> bit & 1 for y in values] for bit in (0, 1)]
+    for bit in range(2, 17):
+        if values:
+            planes += [[y >> bit + 1 > 0 for y in values]]
+            values = [y for y in values if y >> bit + 1]
+            planes += [[y >> bit & 1 for y in values]]
+    planes += [[0] * len(gaps), [0] * len(gaps)]  # signs, and no step is longer than one place
+    head = bytes([0, 0, len(gaps), 0, 2, *[0] * 9])
+    body = head + b"".join(np.packbits(np.array(bits, bool), bitorder="little").tobytes() for bits in planes)
+    places = np.cumsum(np.array(gaps) + 1) - 1
+    state = np.zeros(200, dtype)
+    with implementation(name):
+        if places[-1] >= len(state):
+            with pytest.raises(PayloadError):
+                cells.decode([len(body)], memoryview(body), state)
+            assert not state.any()
+        else:
+            assert cells.decode([len(body)], memoryview(body), state) == len(gaps)
+            assert np.flatnonzero(state).tolist() == places.tolist()
+
+
 def test_a_difference_on_another_base_means_one_thing_for_all():
     rng = np.random.default_rng(3)
     old = {"a": torch.from_numpy(rng.normal(0, 0.02, 3000).astype(np.float32)).bfloat16()}

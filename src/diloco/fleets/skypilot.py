@@ -12,7 +12,7 @@ from diloco.fleets.script import Place, entering, program_of
 _SECONDS_TO_LAUNCH = 1800.0
 """The first launch starts the machine that manages the others."""
 _NO_JOBS = "No in-progress managed jobs"
-"""SkyPilot's error while that machine is not there: before the first launch, or when it has stopped after the last."""
+"""SkyPilot's error where that machine is not there yet, or has stopped after the last job."""
 _STATES: Mapping[str, State] = {
     "RUNNING": "running",
     "SUCCEEDED": "finished",
