@@ -155,8 +155,8 @@ def write_together(
 ) -> list[list[int]]:
     """The tokens that a model writes after each of several prompts: all of them in the passes that one takes.
 
-    Each is what a `Writer` of its own writes, to rounding, if no prompt is longer than the context. While one prompt
-    is still read, the shorter ones are written on.
+    Each is what a `Writer` of its own writes, to rounding, if no prompt is longer than the context. While one is
+    still read, the shorter ones are written on.
 
     Args:
         model: tokens to logits.
