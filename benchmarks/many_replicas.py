@@ -12,6 +12,7 @@ a later call measures what is missing.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     parser.add_argument("--steps", type=int, default=240, help="inner steps of each, on average")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no replica is left
     arguments.output.mkdir(parents=True, exist_ok=True)
     file = arguments.output / "many.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
