@@ -12,13 +12,14 @@ a later call measures what is missing.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -27,8 +28,6 @@ from elastic_study.replica import Server, running_seaweedfs
 from tests.processes import Program, program
 
 from diloco.cli.main import main as diloco
-from diloco.errors import UserError
-from diloco.training.config.joined import create_of
 
 WAYS = {
     "gather": ["--diloco.combine", "gather"],
@@ -49,6 +48,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     parser.add_argument("--steps", type=int, default=240, help="inner steps of each, on average")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no replica is left
     arguments.output.mkdir(parents=True, exist_ok=True)
     file = arguments.output / "many.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -77,13 +77,12 @@ def train(way: str, server: Server, folder: Path, num_replicas: int, num_steps: 
         running = [stack.enter_context(program(diloco, words, folder=folder, **environment)) for words in commands]
         if way == "regions":
             urls["outer"] = server.new_url()
-            os.environ |= server.environment
             flags = ["--num-replicas", str(len(names)), "--diloco.sync-every", "6"]
             for name in names:
                 words = ["bridge", urls[name], urls["outer"], *flags]
-                _wait_for_run(urls[name], running)
+                _wait_for_run(urls[name], running, environment)
                 running.append(stack.enter_context(program(diloco, words, folder=folder, **environment)))
-                _wait_for_run(urls["outer"], running)
+                _wait_for_run(urls["outer"], running, environment)
         while any(one.process.exitcode is None for one in running):
             _check(running)
             assert time.monotonic() < started + _MOST_SECONDS, "it takes too long"
@@ -115,14 +114,11 @@ def _command(way: str, url: str, region: str, m: int, size: int, num_steps: int)
     return ["train", "tiny", *words, *WAYS[way]]
 
 
-def _wait_for_run(url: str, running: Sequence[Program]) -> None:
+def _wait_for_run(url: str, running: Sequence[Program], environment: dict[str, str]) -> None:
     """Wait until a store holds a run."""
-    while True:
-        with suppress(UserError):
-            create_of(url)
-            return
+    while _diloco(["store", "status", url], environment).returncode:
         _check(running)
-        time.sleep(0.5)
+        time.sleep(2)
 
 
 def _check(running: Sequence[Program]) -> None:
