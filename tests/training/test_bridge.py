@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,17 +21,22 @@ from tests.training.runs import lines, quick_config, summary
 
 import diloco
 from diloco.cli.main import main
+from diloco.engine.elastic import ElasticMembership
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.replica import Replica as Parts
 from diloco.engine.replica import outer_state
 from diloco.engine.settings import settings_of
+from diloco.errors import DisagreementError
 from diloco.outer.digest import parameters_hash
 from diloco.outer.nesterov import DelayedNesterov
 from diloco.rendezvous.replay import replayed as checked
 from diloco.training.bridge import Bridge, ClosedRegion, Region, asked, run_bridge
+from diloco.training.bridge import _replica as replica_of
 from diloco.training.config.config import CheckpointConfig, DilocoConfig, ElasticConfig, TrainConfig
+from diloco.training.config.resolve import TOKENIZER_DIGEST
 from diloco.training.loop import train
 from diloco.training.records.store_runs import initial_parameters
+from diloco.training.world import meeting
 
 PLAIN = "nesterov:lr=1,momentum=0"
 PACE = {"poll_seconds": 0.01, "timeout_seconds": 20.0, "snapshot_rounds": 1000}
@@ -274,7 +280,7 @@ def dies(shift: Callable[..., bool], *, first: bool) -> Callable[..., bool]:
     def dying(region: Region, *arguments) -> bool:
         if not first:
             shift(region, *arguments)
-        raise CrashError
+        raise CrashError("it has died")
 
     return dying
 
@@ -315,6 +321,28 @@ def test_a_region_that_ended_without_its_bridge_is_sent_when_that_is_back(tmp_pa
     back.outer.rendezvous.leave()
     replicas[1].vanish()
     vanish(other)
+
+
+def test_a_region_with_another_tokenizer_is_refused(tmp_path, small_corpus, monkeypatch) -> None:
+    monkeypatch.setattr(Bridge, "step", dies(lambda bridge: True, first=True))
+    with ExitStack() as stack:
+        for region in ("eu", "us"):
+            config = quick_config(
+                tmp_path,
+                small_corpus,
+                name="a",
+                num_replicas=1,
+                rendezvous=str(tmp_path / region),
+                num_tokens=STEPS * 8 * 32,
+                elastic=ElasticConfig(bridge=region),
+            )
+            rendezvous = stack.enter_context(meeting(config))
+            rendezvous._facts |= {TOKENIZER_DIGEST: 64 * "a"} if region == "us" else {}
+            ElasticMembership(replica_of(config.diloco, config), rendezvous)
+            bridge = asked(str(tmp_path / region), str(tmp_path / "outer"))
+            error = CrashError if region == "eu" else DisagreementError
+            with pytest.raises(error, match="tokenizer" if region == "us" else "died"):
+                run_bridge(replace(bridge, runs=tmp_path / "runs", timeout_seconds=20.0))
 
 
 STEPS = 48

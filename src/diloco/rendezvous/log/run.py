@@ -262,7 +262,7 @@ class RunState:
         return any(self.is_bridge(contribution.replica) for contribution in body.contributions)
 
     def num_shifts(self, outers: Sequence[OuterRef]) -> dict[int, int]:
-        """For each of the log's last outer entries, by number, the shifts of its fragment up to it, itself included.
+        """For each of the log's last outer entries, by number, the shifts of its fragment up to it.
 
         Args:
             outers: all of the entry's fragment, or of all fragments, from some entry on.
@@ -308,7 +308,7 @@ class RunState:
 
         Its name's last slot; or the lowest that nobody holds; or the lowest whose holder has left; or whose holder
         is not active. The join fences the former holder: its later uploads can't be counted beside the
-        text that the joiner reads again. A bridge, which reads no text, gets the highest in the place of the lowest.
+        text that the joiner reads again. A bridge reads no text, and gets the highest in the place of the lowest.
         """
         holders = {member.slot: replica for replica, member in enumerate(self.members) if not member.fenced}
 
