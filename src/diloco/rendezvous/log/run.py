@@ -96,7 +96,7 @@ class FragmentLog:
     round: Count = 0
     """Outer steps, shifts included."""
     num_shifts: Count = 0
-    """Those of them that were shifts."""
+    """The outer steps that were shifts."""
     averages: tuple[Positive, ...] = ()
     """The last rounds that were no shifts, max_stale + 1 of them at the most."""
     before: tuple[Checksum, ...] = ()
