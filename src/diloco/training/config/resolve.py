@@ -285,8 +285,8 @@ class TextFacts:
     """Tokens of the training text, as far as it is read."""
     vocab_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
     """Number of tokens in its tokenizer's vocabulary."""
-    tokenizer_digest: str
-    """`Tokenizer.digest` of its tokenizer, which the regions of an outer run share."""
+    tokenizer_digest: str = ""
+    """`Tokenizer.digest` of its tokenizer, which the regions of an outer run share; empty in older records."""
 
     @property
     def shared(self) -> dict[str, Any]:
