@@ -5,9 +5,12 @@ from dataclasses import replace
 import pytest
 from tests.rendezvous.cases import AMOUNTS, Log
 
+from diloco.rendezvous.contract import Form
 from diloco.rendezvous.deciding import may_decide, of_the_run
 from diloco.rendezvous.log.entries import Close, Join, Leave, LogError
 from diloco.rendezvous.log.run import RunState
+from diloco.rendezvous.status import status_of
+from diloco.wire.codecs import codec
 
 A, B, BRIDGE = range(3)
 
@@ -42,6 +45,30 @@ def test_nobody_waits_for_a_bridge_and_it_stands_for_no_replica():
     assert log.state.refusal_of_replicas({1, 2}) is None
     full = Log(num_fragments=1, num_slots=2, bridge="eu").join("eu", "a").rounds(3, 1)
     assert full.state.free_slot("b") is None, "its slot is not given away, though it is never active"
+
+
+def test_a_bridge_reads_no_text_and_leaves_the_first_slots_to_those_that_do():
+    state = Log(num_fragments=1, num_slots=4, bridge="eu").join("eu", "a", "b").state
+    assert [member.slot for member in state.members] == [3, 0, 1]
+    assert Log(num_fragments=1, num_slots=4).join("eu", "a", "b").state.members[0].slot == 0
+
+
+def test_the_shifts_up_to_an_entry_are_counted_from_any_entry_on():
+    log = region()
+    log.rounds(1, BRIDGE).rounds(1, A, B).rounds(1, BRIDGE).rounds(2, A)
+    outers, expected = log.state.since, [0, 0, 1, 1, 2, 2, 2]
+    for first in range(len(outers)):
+        num_shifts = log.state.num_shifts(outers[first:])
+        assert [num_shifts[ref.number] for ref in outers[first:]] == expected[first:]
+
+
+def test_staleness_counts_rounds_but_no_shifts():
+    form, log = Form(codec=codec("fp32"), sizes=(4,), seed=0), region()
+    late = log.contribution(A)
+    log.rounds(1, BRIDGE).rounds(3, B).outer(late)
+    assert status_of(log.state, form, num_slots=1).replicas[A].staleness == 3
+    log.rounds(2, B)
+    assert status_of(log.state, form, num_slots=1).replicas[A].staleness == 3, "also before the last 4 entries"
 
 
 @pytest.mark.parametrize(

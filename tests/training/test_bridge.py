@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,16 +21,22 @@ from tests.training.runs import lines, quick_config, summary
 
 import diloco
 from diloco.cli.main import main
+from diloco.engine.elastic import ElasticMembership
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.replica import Replica as Parts
 from diloco.engine.replica import outer_state
 from diloco.engine.settings import settings_of
+from diloco.errors import DisagreementError
 from diloco.outer.digest import parameters_hash
+from diloco.outer.nesterov import DelayedNesterov
 from diloco.rendezvous.replay import replayed as checked
 from diloco.training.bridge import Bridge, ClosedRegion, Region, asked, run_bridge
+from diloco.training.bridge import _replica as replica_of
 from diloco.training.config.config import CheckpointConfig, DilocoConfig, ElasticConfig, TrainConfig
+from diloco.training.config.resolve import TOKENIZER_DIGEST
 from diloco.training.loop import train
 from diloco.training.records.store_runs import initial_parameters
+from diloco.training.world import meeting
 
 PLAIN = "nesterov:lr=1,momentum=0"
 PACE = {"poll_seconds": 0.01, "timeout_seconds": 20.0, "snapshot_rounds": 1000}
@@ -61,15 +68,24 @@ def trainer(folder: Path, region: str, name: str = "r", **settings) -> Replica:
     return Replica(str(folder / region), **settings)
 
 
-def bridge_of(folder: Path, region: str, *, outer: str | None = None, **settings) -> Bridge:
-    """A bridge that sends every second round of its region."""
+def bridge_of(
+    folder: Path, region: str, *, between: str | None = None, quorum: str | None = None, **settings
+) -> Bridge:
+    """A bridge that sends every second round of its region; `between` is the outer run's rule."""
     inside = diloco.StoreRendezvous(str(folder / region), name=region, bridge=region, **PACE)
-    of_region = parts(**({"wire": "fp32"} | settings), outer=None, mixing=0.5, sync_every=6, overlap_steps=0)
-    return joined(folder, Region(of_region, inside), region, outer=outer)
+    of_region = parts(**({"wire": "fp32", "outer": None} | settings), mixing=0.5, sync_every=6, overlap_steps=0)
+    return joined(folder, Region(of_region, inside), region, outer=between, quorum=quorum)
 
 
-def joined(folder: Path, inside: Region | ClosedRegion, name: str, *, outer: str | None = None) -> Bridge:
-    between = diloco.StoreRendezvous(str(folder / "outer"), name=name, **PACE)
+def joined(
+    folder: Path,
+    inside: Region | ClosedRegion,
+    name: str,
+    *,
+    outer: str | None = None,
+    quorum: str | None = None,
+) -> Bridge:
+    between = diloco.StoreRendezvous(str(folder / "outer"), name=name, quorum=quorum, **PACE)
     pace = between._pace
     between._pace = lambda sync_every: replace(pace(sync_every), drain_seconds=0.4)
     of_outer = parts(wire="fp32", outer=outer, mixing=0.0, sync_every=2 * P, overlap_steps=1)
@@ -163,13 +179,55 @@ def test_two_regions_of_two_replicas_train_one_model(combine: str, tmp_path: Pat
 
 
 def test_a_region_alone_goes_its_own_way(tmp_path: Path) -> None:
-    replica, bridge = trainer(tmp_path, "eu"), bridge_of(tmp_path, "eu", outer=PLAIN)
+    replica, bridge = trainer(tmp_path, "eu"), bridge_of(tmp_path, "eu", between=PLAIN)
     until(lambda: min(bridge.outer.rounds) >= 4, replica, bridge)
     check_conserved(bridge, tmp_path, mu=0.0, eta=1.0)
     moves = [c["norm"] for c in replayed(tmp_path / "outer", theta0(), mu=0.0, eta=1.0).contributions]
     assert max(moves) > 0.5 and all(c["norm"] < 1e-5 for c in shifts(tmp_path, "eu")), "its Θ is the outer Θ"
     replica.vanish()
     vanish(bridge)
+
+
+@pytest.mark.slow
+def test_a_rule_counts_averages_and_no_shifts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outer, rounds = "delayed_nesterov:delay=2", []
+    replica, bridge = trainer(tmp_path, "eu", outer=outer), bridge_of(tmp_path, "eu", outer=outer)
+    until(
+        lambda: all(1 < log.num_shifts < log.round - 3 for log in bridge.region.state.fragments), replica, bridge
+    )
+    replica.vanish()
+    vanish(bridge)
+    of_rule = DelayedNesterov.on_average
+
+    def noting(rule, fragment, average, sync, cohort) -> None:
+        rounds.append(sync)
+        of_rule(rule, fragment, average, sync, cohort)
+
+    monkeypatch.setattr(DelayedNesterov, "on_average", noting)
+    replay = checked(str(tmp_path / "eu"), initial=lambda facts: dict(new_model().named_parameters()))
+    assert replay.checked.steps == sum(log.round for log in replay.state.fragments), "with the replica's bits"
+    for p, log in enumerate(replay.state.fragments):
+        own = [sync.round for sync in rounds if sync.fragment == p]
+        assert own == [*range(1, log.round - log.num_shifts + 1)] and log.num_shifts
+
+
+@pytest.mark.slow
+def test_a_bridge_comes_back_to_an_outer_run_that_waits_for_all(tmp_path: Path) -> None:
+    replicas = [trainer(tmp_path, region) for region in ("eu", "us")]
+    bridge, other = (bridge_of(tmp_path, region, quorum="all") for region in ("eu", "us"))
+    until(lambda: min(bridge.outer.rounds) >= 1 and bridge.outer.in_flight, *replicas, bridge, other)
+    vanish(bridge)
+    rounds = list(replicas[1].rounds)
+    until(lambda: all(map(int.__lt__, rounds, replicas[1].rounds)), *replicas, other)
+    again = bridge_of(tmp_path, "eu", quorum="all")
+    rounds = list(again.outer.rounds)
+    until(lambda: all(map(int.__lt__, rounds, again.outer.rounds)), *replicas, again, other)
+    check_conserved(again, tmp_path)
+    check_conserved(other, tmp_path)
+    for replica in replicas:
+        replica.vanish()
+    vanish(again)
+    vanish(other)
 
 
 class CrashError(Exception):
@@ -222,7 +280,7 @@ def dies(shift: Callable[..., bool], *, first: bool) -> Callable[..., bool]:
     def dying(region: Region, *arguments) -> bool:
         if not first:
             shift(region, *arguments)
-        raise CrashError
+        raise CrashError("it has died")
 
     return dying
 
@@ -263,6 +321,28 @@ def test_a_region_that_ended_without_its_bridge_is_sent_when_that_is_back(tmp_pa
     back.outer.rendezvous.leave()
     replicas[1].vanish()
     vanish(other)
+
+
+def test_a_region_with_another_tokenizer_is_refused(tmp_path, small_corpus, monkeypatch) -> None:
+    monkeypatch.setattr(Bridge, "step", dies(lambda bridge: True, first=True))
+    with ExitStack() as stack:
+        for region in ("eu", "us"):
+            config = quick_config(
+                tmp_path,
+                small_corpus,
+                name="a",
+                num_replicas=1,
+                rendezvous=str(tmp_path / region),
+                num_tokens=STEPS * 8 * 32,
+                elastic=ElasticConfig(bridge=region),
+            )
+            rendezvous = stack.enter_context(meeting(config))
+            rendezvous._facts |= {TOKENIZER_DIGEST: 64 * "a"} if region == "us" else {}
+            ElasticMembership(replica_of(config.diloco, config), rendezvous)
+            bridge = asked(str(tmp_path / region), str(tmp_path / "outer"))
+            error = CrashError if region == "eu" else DisagreementError
+            with pytest.raises(error, match="tokenizer" if region == "us" else "died"):
+                run_bridge(replace(bridge, runs=tmp_path / "runs", timeout_seconds=20.0))
 
 
 STEPS = 48

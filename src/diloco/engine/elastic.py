@@ -73,6 +73,9 @@ class ElasticMembership(Membership):
         DisagreementError: if the run has other settings or initial parameters.
     """
 
+    waits_for_all = True
+    """True if a step waits for the others' outer gradients in a run whose quorum is all."""
+
     def __init__(self, replica: Replica, rendezvous: Rendezvous) -> None:
         settings, state, schedule = replica.settings, replica.state, replica.settings.schedule
         num_fragments = state.num_fragments
@@ -117,7 +120,7 @@ class ElasticMembership(Membership):
         """For each fragment the digest of Θ_p at the run's end; empty before."""
         self._wanted: Collection[int] = ()
         self._newest_rounds: Sequence[int] = self.rounds
-        self._waits = joined.rules.quorum == "all"
+        self._waits = self.waits_for_all and joined.rules.quorum == "all"
         self._catch_up()
         self._sync_every = schedule.sync_every
         self._next_send = [schedule.send_step(p) for p in range(num_fragments)]
@@ -365,7 +368,8 @@ class ElasticMembership(Membership):
         with replica.record.merging():
             average = decided_average(self.form, decision, content, replica.scratch(p))
         sync = Sync(p, decision.round, self.in_flight[p].step if counts_own else replica.num_steps)
-        replica.take(sync, average, decision.cohort, mixing, is_shift=decision.is_shift)
+        of_rule = sync._replace(round=decision.round_of_rule)
+        replica.take(of_rule, average, decision.cohort, mixing, is_shift=decision.is_shift)
         if counts_own:
             if self.in_flight[p].base_round < self._averaged[p]:
                 # It was late: it sends its next payload together with the others, not before them.

@@ -141,6 +141,8 @@ class Decision:
     """The round that each member's outer gradient was taken against."""
     is_shift: bool = False
     """True if Θ_p moves without the outer rule, by the bridge's outer gradient: Θ_p ← Θ_p − Δ_p."""
+    num_shifts: int = 0
+    """Shifts among the rounds: the outer rule counts the others alone."""
     oldest_base: int = 0
     """The least base round that a later entry of the fragment may count."""
     own_seq: int = -1
@@ -155,6 +157,7 @@ class Decision:
         state: RunState,
         content: Content | StoredSnapshot,
         *,
+        num_shifts: int = 0,
         oldest_base: int = 0,
         own_seq: int = -1,
         with_snapshot: bool = False,
@@ -165,6 +168,7 @@ class Decision:
             ref: the entry.
             state: of the run, whose rules give the weights.
             content: its content.
+            num_shifts: as the field.
             oldest_base: as the field.
             own_seq: as the field.
             with_snapshot: as the field.
@@ -179,10 +183,16 @@ class Decision:
             content=content,
             base_rounds={c.replica: c.base_round for c in body.contributions},
             is_shift=state.is_shift(body),
+            num_shifts=num_shifts,
             oldest_base=oldest_base,
             own_seq=own_seq,
             with_snapshot=with_snapshot,
         )
+
+    @property
+    def round_of_rule(self) -> int:
+        """The round as the outer rule counts it."""
+        return self.round - self.num_shifts
 
     def keys(self, form: Form) -> list[Key]:
         """The keys with which the members' outer gradients were encoded, in the members' order."""

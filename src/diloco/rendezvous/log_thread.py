@@ -46,6 +46,8 @@ class _Entry(NamedTuple):
     author: int
     """The replica that wrote it; −1 if it was read before this one joined."""
     ref: OuterRef
+    num_shifts: int
+    """As in `Decision`."""
     oldest_base: int
     """As in `Decision`."""
 
@@ -78,9 +80,10 @@ class Delivery:
     def put(self, author: int, ref: OuterRef) -> None:
         """Take an outer entry and its author, −1 if it was read before this replica joined; called in the loop."""
         state = self._access.state  # after this entry, unless it was read before the join
-        oldest_base = state.fragments[ref.body.fragment].oldest_base(state.rules.max_stale) if author >= 0 else 0
+        log = state.fragments[ref.body.fragment]
+        oldest_base = log.oldest_base(state.rules.max_stale) if author >= 0 else 0
         self._num_ahead += 1
-        self._queue.put_nowait(_Entry(author, ref, oldest_base))
+        self._queue.put_nowait(_Entry(author, ref, state.num_shifts(log.since)[ref.number], oldest_base))
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Hand outer steps over until cancelled.
@@ -104,7 +107,7 @@ class Delivery:
                 self.news.notify_all()
 
     async def _decision(self, entry: "_Entry", content: Content | None) -> Decision:
-        author, ref, oldest_base = entry
+        author, ref = entry.author, entry.ref
         body, parts = ref.body, ref.body.contributions
         if content is None:
             whole = await self._snapshot_after(ref)
@@ -115,7 +118,13 @@ class Delivery:
         state = self._access.state
         with_snapshot = author == self._access.own and state.rules.is_kept(body.round - 1)
         return Decision.of(
-            ref, state, whole, own_seq=own_seq, with_snapshot=with_snapshot, oldest_base=oldest_base
+            ref,
+            state,
+            whole,
+            num_shifts=entry.num_shifts,
+            oldest_base=entry.oldest_base,
+            own_seq=own_seq,
+            with_snapshot=with_snapshot,
         )
 
     def _own_seq_until(self, fragment: int, round: int) -> int:

@@ -385,6 +385,7 @@ class Replay:
         await self._find_snapshots()
         await self._start(counted)
         outers = [ref for ref in self._outers if not self._from_snapshot or self._is_after_start(ref)]
+        num_shifts = self.state.num_shifts(self._outers)
         self._scratch = torch.empty(max(self._run_facts.form.sizes), dtype=torch.float32, device="cpu")
         async for ref, content in counted.contents(outers):
             self.checked.payloads, self.checked.payload_bytes = len(counted.sizes), sum(counted.sizes)
@@ -392,7 +393,8 @@ class Replay:
                 self.checked.retired += len(ref.body.contributions)
             else:
                 self.checked.averages += len(content.averages)
-                self._check_round(Decision.of(ref, self.state, content), content)
+                decision = Decision.of(ref, self.state, content, num_shifts=num_shifts[ref.number])
+                self._check_round(decision, content)
                 await self._check_snapshot(ref.body.fragment)
         self._check_end()
         if not self._from_snapshot:
@@ -526,7 +528,7 @@ class Replay:
         assert self._outer is not None, "where it is None, no Θ is known"
         average = decided_average(form, decision, content, self._scratch[: form.sizes[p]])
         fragment = FragmentState(self._vectors[p].__getitem__, self._run_facts.spans(p))
-        sync = Sync(p, decision.round, 0)
+        sync = Sync(p, decision.round_of_rule, 0)
         (SHIFT if decision.is_shift else self._outer).on_average(fragment, average, sync, decision.cohort)
         self._rounds[p] = decision.round
         self.checked.steps += 1

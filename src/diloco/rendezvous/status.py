@@ -196,11 +196,12 @@ def _replica(state: RunState, number: int, last: Sequence[OuterRef]) -> ReplicaS
         standing = "left"
     elif state.is_bridge(number):
         standing = "bridge"
+    shifts = [(ref.body.fragment, ref.body.round) for ref in state.since if state.is_shift(ref.body)]
     stale = [
-        sum(
-            other.body.fragment == ref.body.fragment and counted.base_round < other.body.round < ref.body.round
-            for other in last
-        )
+        ref.body.round
+        - 1
+        - counted.base_round
+        - sum(p == ref.body.fragment and counted.base_round < shift < ref.body.round for p, shift in shifts)
         for ref in last
         for counted in ref.body.contributions
         if counted.replica == number

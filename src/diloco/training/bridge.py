@@ -50,7 +50,7 @@ from diloco.schema import Count, decoded
 from diloco.training.config.config import DilocoConfig, ElasticConfig, TrainConfig, is_within
 from diloco.training.config.engine_settings import engine_settings
 from diloco.training.config.joined import config_of, create_of, known
-from diloco.training.config.resolve import facts_with_rendezvous
+from diloco.training.config.resolve import TOKENIZER_DIGEST, facts_with_rendezvous
 from diloco.training.records.store_runs import initial_parameters
 from diloco.training.stopping import stoppable
 from diloco.training.world import leaving
@@ -93,6 +93,8 @@ class Outer(ElasticMembership):
         rendezvous: of the outer run.
         before_send: is called before a fragment is sent.
     """
+
+    waits_for_all = False  # its region goes on, and a bridge may come back at any place of the schedule
 
     def __init__(self, replica: Replica, rendezvous: Rendezvous, before_send: Callable[[int], None]) -> None:
         self.moved: dict[int, Tensor] = {}
@@ -440,7 +442,7 @@ def run_bridge(
         name=name,
         num_replicas=config.num_replicas,
         timeout_seconds=config.timeout_seconds,
-        facts=_facts(config, own),
+        facts=_facts(config, own) | _tokenizer(create),
         **vars(config.elastic),
     )
     most = min(create.rules.num_fragments, config.diloco.sync_every - 1)
@@ -466,6 +468,11 @@ def _facts(config: BridgeConfig, own: TrainConfig) -> dict[str, Any]:
     of_regions = {name: getattr(own, name) for name in ("model", "seed", "sequence_length")}
     facts = facts_with_rendezvous(replace(base, diloco=config.diloco, **of_regions))
     return {name: value for name, value in facts.items() if is_within(name, _SHARED)}
+
+
+def _tokenizer(create: Create) -> dict[str, Any]:
+    """The fact of a region by which the outer run refuses one with other tokens."""
+    return {name: value for name, value in create.facts.items() if name == TOKENIZER_DIGEST}
 
 
 def _replica(diloco: DilocoConfig, own: TrainConfig) -> Replica:

@@ -95,6 +95,8 @@ class FragmentLog:
 
     round: Count = 0
     """Outer steps, shifts included."""
+    num_shifts: Count = 0
+    """The outer steps that were shifts."""
     averages: tuple[Positive, ...] = ()
     """The last rounds that were no shifts, max_stale + 1 of them at the most."""
     before: tuple[Checksum, ...] = ()
@@ -123,6 +125,7 @@ class FragmentLog:
         """The rounds and digests after one more outer step."""
         averages = self.averages if is_shift else (*self.averages, body.round)[-max_stale - 1 :]
         log = replace(self, round=body.round, averages=averages, before=(*self.before, body.before))
+        log = replace(log, num_shifts=self.num_shifts + is_shift)
         num_kept = 1 + min(log.round - log.oldest_base(max_stale), max_stale + _MOST_SHIFTS)
         return replace(log, before=log.before[-num_kept:])
 
@@ -258,6 +261,18 @@ class RunState:
         """True for an outer step that takes no average: it counts the bridge."""
         return any(self.is_bridge(contribution.replica) for contribution in body.contributions)
 
+    def num_shifts(self, outers: Sequence[OuterRef]) -> dict[int, int]:
+        """For each of the log's last outer entries, by number, the shifts of its fragment up to it.
+
+        Args:
+            outers: all of the entry's fragment, or of all fragments, from some entry on.
+        """
+        counts, num_shifts = [log.num_shifts for log in self.fragments], dict[int, int]()
+        for ref in reversed(outers):
+            num_shifts[ref.number] = counts[ref.body.fragment]
+            counts[ref.body.fragment] -= self.is_shift(ref.body)
+        return num_shifts
+
     def is_active(self, replica: int) -> bool:
         """True if decisions wait for a replica."""
         member = self.members[replica]
@@ -293,7 +308,7 @@ class RunState:
 
         Its name's last slot; or the lowest that nobody holds; or the lowest whose holder has left; or whose holder
         is not active. The join fences the former holder: its later uploads can't be counted beside the
-        text that the joiner reads again.
+        text that the joiner reads again. A bridge reads no text, and gets the highest in the place of the lowest.
         """
         holders = {member.slot: replica for replica, member in enumerate(self.members) if not member.fenced}
 
@@ -307,7 +322,8 @@ class RunState:
         own = [member.slot for member in self.members if member.name == name]
         if own and rank(own[-1]) == 0:
             return own[-1]
-        slot = min(range(self.rules.num_slots), key=rank)
+        slots = range(self.rules.num_slots)
+        slot = min(reversed(slots) if name == self.rules.bridge else slots, key=rank)
         return slot if rank(slot) < 3 else None
 
     def refusal(self, fragment: int, contribution: Contribution) -> str | None:

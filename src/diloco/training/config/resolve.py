@@ -4,7 +4,7 @@ import json
 import math
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -285,15 +285,23 @@ class TextFacts:
     """Tokens of the training text, as far as it is read."""
     vocab_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
     """Number of tokens in its tokenizer's vocabulary."""
+    tokenizer_digest: str = field(default="", compare=False)
+    """`Tokenizer.digest` of its tokenizer, which the regions of an outer run share; empty in older records."""
 
     @property
     def shared(self) -> dict[str, Any]:
         """The facts that all replicas of a run must share."""
-        return {DATA_DIGEST: self.digest, TRAIN_TOKENS: self.num_tokens}
+        return {
+            TOKENIZER_DIGEST: self.tokenizer_digest,
+            DATA_DIGEST: self.digest,
+            TRAIN_TOKENS: self.num_tokens,
+        }
 
 
 DATA_DIGEST = "digest of the data"
 """The shared fact that names a run's text."""
+TOKENIZER_DIGEST = "digest of the tokenizer"
+"""The shared fact that names the tokenizer of a run's text."""
 TRAIN_TOKENS = "tokens of training text"
 """The shared fact that says how much of it is read."""
 
@@ -308,7 +316,8 @@ def text_facts(data: DataConfig) -> TextFacts:
     assert data.prepared is not None, "the text is prepared"
     index = read_index(data.prepared)
     num_tokens = total(index.splits["train"]).num_tokens
-    return TextFacts(index.digest, min(num_tokens, data.max_train_tokens or num_tokens), index.vocab_size)
+    num_tokens = min(num_tokens, data.max_train_tokens or num_tokens)
+    return TextFacts(index.digest, num_tokens, index.vocab_size, index.tokenizer_digest)
 
 
 def _steps_left(config: TrainConfig) -> int:
