@@ -198,5 +198,5 @@ def test_two_homes_train_one_model_and_one_of_them_leaves(tmp_path, use_environm
         life.counted for life in lives.timeline.lives
     )
     assert re.findall(r"held-out loss +(\S+)", outputs[0]) == re.findall(r"held-out loss +(\S+)", evaluated)
-    assert len(written) > 40, "the model has gone on with the diary"
+    assert written.strip(), "the model has gone on with the diary, until it took the stop token"
     assert (tmp_path / "tuned" / "model.safetensors").exists()
