@@ -4,7 +4,7 @@ import json
 import os
 import signal
 from contextlib import suppress
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from storm_study.replica import replica
 # A killed replica is back in milliseconds, instead of after the import of torch.
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["diloco.training.loop", "torch._dynamo"])
+# Now: once this process has used a store, its forks can't.
+forkserver.ensure_running()
 
 
 class Replica:

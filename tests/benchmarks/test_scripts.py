@@ -210,7 +210,7 @@ SMOKES = [
     ),
     Smoke(
         "elastic_rounds.py",
-        "time --output {out} --latencies 2 --bandwidths 1000 --elements 1000 --periods 1 --poll-seconds 0.1",
+        "time --output {out} --latencies 2 --bandwidths 1000 --elements 1000 --periods 2 --poll-seconds 0.1",
         r"\| 1000 \| 2 \| ",
     ),
     Smoke(
