@@ -142,7 +142,8 @@ def _verified(url: str, name: str, folder: Path, environment: dict[str, str]) ->
 
 def _diloco(words: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "diloco", *words]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    kept = {"capture_output": True, "text": True, "check": False}
+    return subprocess.run(command, env=os.environ | environment, timeout=_MOST_SECONDS, **kept)
 
 
 def _row(way: str, level: str, runs: Sequence[Row], num_replicas: int, seconds: float) -> Row:

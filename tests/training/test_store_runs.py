@@ -8,14 +8,16 @@ import pytest
 import torch
 from tests.rendezvous.handwritten import SEED, Handwritten
 
+from diloco.data.shards import read_index
 from diloco.errors import DilocoError, UserError
 from diloco.models.hugging_face_config import HuggingFaceConfig
 from diloco.schema import flat
 from diloco.training.config.config import TrainConfig, get, to_json
-from diloco.training.config.joined import config_of, joined_config
+from diloco.training.config.joined import check_text, config_of, joined_config
 from diloco.training.config.recipes import tiny
 from diloco.training.config.resolve import (
     DATA_DIGEST,
+    TOKENIZER_DIGEST,
     facts_with_rendezvous,
     names_with_rendezvous,
     resolve,
@@ -159,3 +161,11 @@ def test_text_that_is_not_the_runs_is_refused(run, finished_run, tmp_path) -> No
     (tmp_path / "index.json").write_text(json.dumps(index | {"digest": "0" * 64}))
     with pytest.raises(UserError, match="holds another text than the run's"):
         evaluate_run(str(run.directory), prepared=tmp_path)
+
+
+def test_an_outer_run_takes_a_text_of_its_tokenizer_alone(finished_run) -> None:
+    prepared = read_config(finished_run).data.prepared
+    digest = read_index(prepared).tokenizer_digest
+    check_text({TOKENIZER_DIGEST: digest}, prepared)
+    with pytest.raises(UserError, match="holds another tokenizer than the run's"):
+        check_text({TOKENIZER_DIGEST: "0" * len(digest)}, prepared)

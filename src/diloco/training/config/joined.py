@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.data.shards import read_index
 from diloco.errors import FileError, UserError
 from diloco.training.config.config import TrainConfig, from_json, is_within
-from diloco.training.config.resolve import DATA_DIGEST, names_with_rendezvous
+from diloco.training.config.resolve import DATA_DIGEST, TOKENIZER_DIGEST, names_with_rendezvous
 
 if TYPE_CHECKING:
     from diloco.rendezvous.log.entries import Create
@@ -41,9 +41,12 @@ def check_text(facts: Mapping[str, Any], prepared: Path) -> None:
     Raises:
         UserError: with both digests.
     """
-    digest, own = str(facts.get(DATA_DIGEST, "")), read_index(prepared).digest
-    if digest and digest != own:  # each region of an outer run has a text of its own
-        raise UserError(f"{prepared} holds another text than the run's, digest {own:.16} and not {digest:.16}")
+    index, name = read_index(prepared), DATA_DIGEST
+    own, kind = index.digest, "text"
+    if name not in facts:  # the regions of an outer run have a text each, and one tokenizer
+        name, own, kind = TOKENIZER_DIGEST, index.tokenizer_digest, "tokenizer"
+    if (digest := str(facts.get(name))) != own:
+        raise UserError(f"{prepared} holds another {kind} than the run's, digest {own:.16} and not {digest:.16}")
 
 
 def config_of(facts: Mapping[str, Any]) -> TrainConfig | None:
