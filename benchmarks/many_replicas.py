@@ -142,8 +142,10 @@ def _verified(url: str, name: str, folder: Path, environment: dict[str, str]) ->
 
 def _diloco(words: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "diloco", *words]
-    kept = {"capture_output": True, "text": True, "check": False}
-    return subprocess.run(command, env=os.environ | environment, timeout=_MOST_SECONDS, **kept)
+    environment = os.environ | environment
+    return subprocess.run(
+        command, env=environment, timeout=_MOST_SECONDS, capture_output=True, text=True, check=False
+    )
 
 
 def _row(way: str, level: str, runs: Sequence[Row], num_replicas: int, seconds: float) -> Row:
