@@ -11,7 +11,6 @@ a later call measures what is missing.
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,12 +19,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from elastic_study.replica import Server, running_seaweedfs
-from tests.processes import Program, program
+from tests.processes import Program, program, run_main
 
 from diloco.cli.main import main as diloco
 
@@ -71,18 +71,21 @@ def train(way: str, server: Server, folder: Path, num_replicas: int, num_steps: 
     environment = {**server.environment, "OMP_NUM_THREADS": "1"}
     names = [*REGIONS] if way == "regions" else [""]
     size, started = num_replicas // len(names), time.monotonic()
-    urls = {name: server.new_url() for name in names}
-    commands = [_command(way, urls[name], name, m, size, num_steps) for name in names for m in range(size)]
+    urls = {name: server.new_url() for name in (names if way != "regions" else [*names, "outer"])}
+    running: list[Program] = []
     with ExitStack() as stack:
-        running = [stack.enter_context(program(diloco, words, folder=folder, **environment)) for words in commands]
-        if way == "regions":
-            urls["outer"] = server.new_url()
+
+        def start(words: Sequence[str]) -> None:
+            running.append(stack.enter_context(program(diloco, words, folder=folder, **environment)))
+
+        for name, m in product(names, range(size)):
+            start(_command(way, urls[name], name, m, size, num_steps))
+        if way == "regions":  # a bridge joins a run that is there, and later ones an outer run
             flags = ["--num-replicas", str(len(names)), "--diloco.sync-every", "6"]
             for name in names:
-                words = ["bridge", urls[name], urls["outer"], *flags]
-                _wait_for_run(urls[name], running, environment)
-                running.append(stack.enter_context(program(diloco, words, folder=folder, **environment)))
-                _wait_for_run(urls["outer"], running, environment)
+                _wait_for_run(urls[name], running, folder, environment)
+                start(["bridge", urls[name], urls["outer"], *flags])
+                _wait_for_run(urls["outer"], running, folder, environment)
         while any(one.process.exitcode is None for one in running):
             _check(running)
             assert time.monotonic() < started + _MOST_SECONDS, "it takes too long"
@@ -114,11 +117,11 @@ def _command(way: str, url: str, region: str, m: int, size: int, num_steps: int)
     return ["train", "tiny", *words, *WAYS[way]]
 
 
-def _wait_for_run(url: str, running: Sequence[Program], environment: dict[str, str]) -> None:
+def _wait_for_run(url: str, running: Sequence[Program], folder: Path, environment: dict[str, str]) -> None:
     """Wait until a store holds a run."""
-    while _diloco(["store", "status", url], environment).returncode:
+    while _diloco(["store", "status", url], folder, environment).returncode:
         _check(running)
-        time.sleep(2)
+        time.sleep(1)
 
 
 def _check(running: Sequence[Program]) -> None:
@@ -130,22 +133,19 @@ def _check(running: Sequence[Program]) -> None:
 def _verified(url: str, name: str, folder: Path, environment: dict[str, str]) -> Row:
     """The status of a run whose log was replayed; every replica has ended with that Θ."""
     verified, status = (
-        _diloco(["store", *asked], environment) for asked in (["verify", url], ["status", url, "--json"])
+        _diloco(["store", *words], folder, environment) for words in (["verify", url], ["status", url, "--json"])
     )
-    for asked in (verified, status):
-        assert asked.returncode == 0, asked.stdout + asked.stderr
+    for done in (verified, status):
+        assert done.returncode == 0, done.stdout + done.stderr
     paths = folder.glob(f"runs/{name}r*/summary.json")
     hashes = {json.loads(path.read_text())["outer_hash"] for path in paths if name != "outer"}
     assert hashes <= {verified.stdout.split()[-1]}, "every replica ends with the Θ of the replay"
     return json.loads(status.stdout)
 
 
-def _diloco(words: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "diloco", *words]
-    environment = os.environ | environment
-    return subprocess.run(
-        command, env=environment, timeout=_MOST_SECONDS, capture_output=True, text=True, check=False
-    )
+def _diloco(words: Sequence[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """A command, forked like the replicas: beside 32 of them an interpreter takes half a minute to start."""
+    return run_main(diloco, words, folder=folder, timeout_seconds=_MOST_SECONDS, **environment)
 
 
 def _row(way: str, level: str, runs: Sequence[Row], num_replicas: int, seconds: float) -> Row:

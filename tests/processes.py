@@ -197,6 +197,8 @@ def _be_program(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
+    if num_threads := variables.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(num_threads))  # torch has looked for the variable before
     if not SAMPLES.items() <= variables.items():
         _shorten_samples()
     for stream, path in ((sys.stdout, output), (sys.stderr, errors)):
