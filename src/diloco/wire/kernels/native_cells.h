@@ -31,7 +31,7 @@ INLINE void put(Writer *w, uint64_t bits, int64_t width) {
     uint64_t held = w->held | bits << w->num_held, rest = bits >> 1 >> (63 - w->num_held);
     int64_t num = w->num_held + width;
     memcpy(w->to, &held, 8);
-    w->held = num < 64 ? held : rest;
+    w->held = held ^ ((held ^ rest) & -((uint64_t)num >> 6));  // a branch would be guessed wrong every other time
     w->to += num >> 6 << 3;
     w->num_held = num & 63;
 }
@@ -302,7 +302,7 @@ TARGET static int64_t NAME(find_planes)(const uint8_t *body, int64_t length, int
 }
 
 TARGET static int NAME(write_mask)(
-    const Writer *mask, Body *body, uint8_t *head, uint8_t *scratch, int64_t room, uint32_t *gaps);
+    const Writer *mask, Body *body, uint8_t *head, uint8_t *scratch, int64_t room);
 TARGET static void NAME(read_mask)(const Planes *p, int c, uint8_t *mask, void *scratch, int64_t n);
 
 #define CELL uint8_t
@@ -317,10 +317,26 @@ TARGET static void NAME(read_mask)(const Planes *p, int c, uint8_t *mask, void *
 #define CELL uint64_t
 #define OF(FUNCTION) NAME(FUNCTION##8)
 #include "native_cells.h"
+// The places of a word's bits, from `first` on; up to 16 numbers are written beyond, and the end is returned.
+TARGET INLINE uint32_t *NAME(places)(uint64_t word, uint32_t first, uint32_t *to) {
+#if LEVEL > 1
+    uint8_t at[64];
+    for (int i = 0; i < 64; i++) at[i] = (uint8_t)i;
+    _mm512_storeu_si512(at, _mm512_maskz_compress_epi8(word, _mm512_loadu_si512(at)));
+    int num = (int)__builtin_popcountll(word), i = 0;
+    do {
+        for (int j = 0; j < 16; j++) to[i + j] = first + at[i + j];
+    } while ((i += 16) < num);
+    return to + num;
+#else
+    for (; word; word &= word - 1) *to++ = first + (uint32_t)__builtin_ctzll(word);
+    return to;
+#endif
+}
 // Code the mask of a class, with its head; return 0 if there is no room.
 TARGET static int NAME(write_mask)(
-    const Writer *mask, Body *body, uint8_t *head, uint8_t *scratch, int64_t room, uint32_t *gaps) {
-    int64_t n = num_bits(mask), last = -1;
+    const Writer *mask, Body *body, uint8_t *head, uint8_t *scratch, int64_t room) {
+    int64_t n = num_bits(mask);
     memcpy(mask->to, &mask->held, 8);
     int64_t k = NAME(count)(mask->start, n);
     if (!k) return 1;
@@ -343,19 +359,19 @@ TARGET static int NAME(write_mask)(
         k = bytes_of(num_bits(w));
         if (!write_plane(w, body) || !write_plane(w + 1, body) || !write_plane(w + 2, body)) return 0;
     } else {
-        uint32_t place[64], *to = gaps;
-        for (int64_t i = 0; i < n; i += 64) {
-            uint64_t word = word_at(mask->start + i / 8) & first_bits(n - i);
-            if (!word) continue;
-            for (int j = 0; j < 64; j++) place[j] = (uint32_t)(i + j);
-            to += NAME(compress4)(to, place, word);
-        }
+        uint16_t *shorter = (uint16_t *)(scratch + 11 * room + 512);
+        uint32_t *place = (uint32_t *)(scratch + 3 * room), *to = place, more = (1u << g) - 1, all = 0;
+        *to++ = (uint32_t)-1;
+        for (int64_t i = 0; i < n; i += 64)
+            to = NAME(places)(word_at(mask->start + i / 8) & first_bits(n - i), (uint32_t)i, to);
         for (int64_t i = 0; i < k; i++) {
-            int64_t here = gaps[i];
-            gaps[i] = (uint32_t)(here - last - 1 + (1 << g));
-            last = here;
+            uint32_t y = place[i + 1] - place[i] + more;
+            all |= y, shorter[i] = (uint16_t)y;
         }
-        if (!NAME(write_numbers4)(gaps, k, g, GAP_BITS, body)) return 0;
+        for (int64_t i = 0; all >> 16 && i < k; i++) place[i] = place[i + 1] - place[i] + more;
+        int is_room = all >> 16 ? NAME(write_numbers4)(place, k, g, GAP_BITS, body)
+                                : NAME(write_numbers2)(shorter, k, g, GAP_BITS, body);
+        if (!is_room) return 0;
     }
     head[0] = (uint8_t)k, head[1] = (uint8_t)(k >> 8);
     return 1;
@@ -365,10 +381,14 @@ TARGET static void NAME(read_mask)(const Planes *p, int c, uint8_t *mask, void *
     if (!p->gap[c]) {
         memcpy(mask, p->first[c], (size_t)p->num_first[c]);
     } else if (p->gap[c] > 1) {
-        const uint32_t *y = NAME(read_numbers4)(&p->gaps[c], scratch, (uint32_t *)scratch + n + 64);
+        int is_short = p->gaps[c].last < 16;
+        const uint16_t *shorter = 0;
+        const uint32_t *y = 0;
+        if (is_short) shorter = NAME(read_numbers2)(&p->gaps[c], scratch, (uint16_t *)scratch + n + 64);
+        else y = NAME(read_numbers4)(&p->gaps[c], scratch, (uint32_t *)scratch + n + 64);
         uint32_t less = (1u << p->gap[c]) - 1, next = (uint32_t)-1;
         for (int64_t j = 0; j < p->num_first[c]; j++) {
-            next += y[j] - less;
+            next += (is_short ? shorter[j] : y[j]) - less;
             mask[next >> 3] |= (uint8_t)(1 << (next & 7));
         }
     } else {
@@ -638,8 +658,7 @@ TARGET static int64_t OF(encode_chunk)(const CELL *old, const CELL *new, int64_t
     int64_t room = room_of(n);
     int top, e, is_room = 1;
     Writer masks[CLASSES];
-    uint32_t *gaps = (uint32_t *)(scratch + 7 * room);
-    CELL *steps = (CELL *)(scratch + 15 * room + 512);
+    CELL *steps = (CELL *)(scratch + 20 * room + 1024);
     for (int c = 0; c < CLASSES; c++) masks[c] = (Writer){scratch + c * room, scratch + c * room, 0, 0};
     OF(sample)(old, new, n, &top, &e);
     int64_t k = OF(find_changes)(old, new, n, top, masks, steps);
@@ -648,7 +667,7 @@ TARGET static int64_t OF(encode_chunk)(const CELL *old, const CELL *new, int64_t
     Body body = {start, start + n * (int64_t)sizeof(CELL) - 1};
     is_room = take(&body, 8 * HEAD) != 0;
     for (int c = 0; c < CLASSES && is_room; c++)
-        is_room = NAME(write_mask)(masks + c, &body, head + 2 + 3 * c, scratch + 4 * room, room, gaps);
+        is_room = NAME(write_mask)(masks + c, &body, head + 2 + 3 * c, scratch + 4 * room, room);
     if (is_room && OF(write_signs)(steps, k, e, &body) && OF(write_numbers)(steps, k, e, BITS, &body)) {
         memcpy(start, head, HEAD);
         return body.at - start;
@@ -662,7 +681,7 @@ TARGET static int64_t OF(encode_chunk)(const CELL *old, const CELL *new, int64_t
 TARGET static int64_t OF(encode)(
     const uint8_t *old, const uint8_t *new, int64_t n, int64_t chunk, uint32_t *lengths, uint8_t *body) {
     int64_t most = n < chunk ? n : chunk, total = 0;
-    uint8_t *scratch = aligned_memory(15 * room_of(most) + 512 + (most + 64) * (int64_t)sizeof(CELL));
+    uint8_t *scratch = aligned_memory(20 * room_of(most) + 1024 + (most + 64) * (int64_t)sizeof(CELL));
     if (!scratch) return -1;
     for (int64_t i = 0; i < n; i += chunk) {
         int64_t num = n - i < chunk ? n - i : chunk;
