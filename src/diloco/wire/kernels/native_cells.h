@@ -24,16 +24,20 @@ static int step_parameter(const uint32_t *counts, int bits) {
     }
     return best;
 }
-// A plane of bits that is written from the lowest bit of a byte on, and up to 8 bytes beyond; fewer than 64 are held.
+// A plane of bits that is written from the lowest bit of a byte on, and up to 8 bytes beyond; fewer than 8 are held.
 typedef struct { uint8_t *start, *to; uint64_t held; int64_t num_held; } Writer;
-// Bits above `width` are 0.
-INLINE void put(Writer *w, uint64_t bits, int64_t width) {
-    uint64_t held = w->held | bits << w->num_held, rest = bits >> 1 >> (63 - w->num_held);
+INLINE void put_few(Writer *w, uint64_t bits, int64_t width) {
+    uint64_t held = w->held | bits << w->num_held;
     int64_t num = w->num_held + width;
     memcpy(w->to, &held, 8);
-    w->held = held ^ ((held ^ rest) & -((uint64_t)num >> 6));  // a branch would be guessed wrong every other time
-    w->to += num >> 6 << 3;
-    w->num_held = num & 63;
+    w->to += num >> 3;
+    w->held = held >> (num & 56);
+    w->num_held = num & 7;
+}
+// Bits above `width` are 0. What follows from a width is computed: it would be guessed wrong every other time.
+INLINE void put(Writer *w, uint64_t bits, int64_t width) {
+    for (int64_t most = 56; width > most; bits >>= most, width -= most) put_few(w, bits & first_bits(most), most);
+    put_few(w, bits, width);
 }
 INLINE int64_t num_bits(const Writer *w) { return 8 * (w->to - w->start) + w->num_held; }
 
@@ -636,7 +640,7 @@ TARGET static int64_t OF(find_changes)(
             } else {
                 int64_t here = n - start < 64 * num ? n - start : 64 * num;
                 memcpy(w.to, changed, 8 * (size_t)num);
-                w.to += here / 64 * 8, w.num_held = here % 64, w.held = w.num_held ? changed[num - 1] : 0;
+                w.to += here / 8, w.num_held = here % 8, w.held = w.num_held ? *w.to : 0;
             }
             masks[c] = w;
         }
