@@ -63,12 +63,18 @@ INLINE void fetch(const void *cells, int64_t cell, int size) {
         __builtin_prefetch((const void *)((uintptr_t)cells + (uintptr_t)(cell * size) + 64 * (uintptr_t)i), 0, 2);
 }
 
+// The least bucket of each class but the last, of a chunk with this top bucket.
+INLINE void find_least(int top, uint8_t least[CLASSES - 1]) {
+    for (int c = 0; c < CLASSES - 1; c++) least[c] = (uint8_t)(top > c ? top - c : 0);
+}
+
 static void *aligned_memory(int64_t size) { return aligned_alloc(64, (size_t)((size + 63) & ~63)); }
 INLINE uint64_t word_at(const uint8_t *plane) { uint64_t word; memcpy(&word, plane, 8); return word; }
 INLINE void write_word(uint8_t *plane, uint64_t word) { memcpy(plane, &word, 8); }
-// 64 bits of a plane; 9 bytes are read.
-INLINE uint64_t bits_at(const uint8_t *plane, int64_t bit) {
-    return word_at(plane + (bit >> 3)) >> (bit & 7) | (uint64_t)plane[(bit >> 3) + 8] << 1 << (63 - (bit & 7));
+// At least `num` bits of a plane; up to 9 bytes are read.
+INLINE uint64_t bits_at(const uint8_t *plane, int64_t bit, int64_t num) {
+    uint64_t bits = word_at(plane + (bit >> 3)) >> (bit & 7);
+    return num > 57 ? bits | (uint64_t)plane[(bit >> 3) + 8] << 1 << (63 - (bit & 7)) : bits;
 }
 
 // The planes of k numbers y < 2^bits. Of each bit b ≥ e the planes are of the num[b] that have it or a higher one:
@@ -398,9 +404,9 @@ TARGET static void NAME(read_mask)(const Planes *p, int c, uint8_t *mask, void *
     } else {
         int64_t at_low = 0, at_both = 0, bits = 8 * p->num_first[c];
         for (int64_t i = 0; i < bits; i += 32, mask += 8) {
-            uint64_t some = NAME(pdep)(bits_at(p->first[c], i) & first_bits(bits - i), PAIRS);
-            uint64_t low = NAME(pdep)(bits_at(p->second[c], at_low), some), others = some & ~low;
-            uint64_t both = NAME(pdep)(bits_at(p->third[c], at_both), others), word = low | both | others << 1;
+            uint64_t some = NAME(pdep)(bits_at(p->first[c], i, 32) & first_bits(bits - i), PAIRS);
+            uint64_t low = NAME(pdep)(bits_at(p->second[c], at_low, 32), some), others = some & ~low;
+            uint64_t both = NAME(pdep)(bits_at(p->third[c], at_both, 32), others), word = low | both | others << 1;
             at_low += __builtin_popcountll(some), at_both += __builtin_popcountll(others);
             write_word(mask, word);
         }
@@ -570,13 +576,14 @@ TARGET INLINE void OF(measure)(CELL steps[64], CELL power) {
 TARGET INLINE void OF(buckets)(const CELL *cells, uint8_t bucket[64]) {
     for (int i = 0; i < 64; i++) bucket[i] = (uint8_t)((CELL)(cells[i] & (CELL)~TOP) >> (BITS - 8));
 }
-// The cells of each class; the words of a class are together.
-TARGET INLINE void OF(classes)(const CELL *cells, int top, uint64_t valid, uint64_t *of_class) {
+// The cells of each class, whose `least` buckets are known; the words of a class are together.
+TARGET INLINE void OF(classes)(
+    const CELL *cells, const uint8_t least[CLASSES - 1], uint64_t valid, uint64_t *of_class) {
     uint8_t bucket[64];
     OF(buckets)(cells, bucket);
 #pragma GCC unroll 3
     for (int c = 0; c < CLASSES - 1; c++) {
-        uint64_t above = valid & NAME(reach)(bucket, top > c ? top - c : 0);
+        uint64_t above = valid & NAME(reach)(bucket, least[c]);
         of_class[c * WORDS] = above;
         valid &= ~above;
     }
@@ -589,7 +596,7 @@ TARGET INLINE uint64_t OF(find_steps)(const CELL *old, const CELL *new, CELL ste
 }
 // 64 cells, which are copied where there are fewer.
 TARGET INLINE const CELL *OF(all)(const CELL *cells, int64_t num, CELL copy[64]) {
-    if (num >= 64) return cells;
+    if (__builtin_expect(num >= 64, 1)) return cells;
     for (int64_t i = 0; i < 64; i++) copy[i] = i < num ? cells[i] : 0;
     return copy;
 }
@@ -622,6 +629,8 @@ TARGET static int64_t OF(find_changes)(
     const CELL *old, const CELL *new, int64_t n, int top, Writer *masks, CELL *steps) {
     uint64_t of_class[CLASSES][WORDS], changed[WORDS];
     CELL copy_a[64], copy_b[64], step[64], *to = steps;
+    uint8_t least[CLASSES - 1];
+    find_least(top, least);
     for (int64_t start = 0; start < n; start += 64 * WORDS) {
         int64_t num = n - start < 64 * WORDS ? (n - start + 63) / 64 : WORDS;
         for (int64_t j = 0; j < num; j++) {
@@ -629,7 +638,7 @@ TARGET static int64_t OF(find_changes)(
             const CELL *a = OF(all)(old + i, n - i, copy_a), *b = OF(all)(new + i, n - i, copy_b);
             fetch(old, i + AHEAD_CELLS, sizeof(CELL)), fetch(new, i + AHEAD_CELLS, sizeof(CELL));
             changed[j] = OF(find_steps)(a, b, step);
-            if (top) OF(classes)(a, top, first_bits(n - i), &of_class[0][j]);
+            if (top) OF(classes)(a, least, first_bits(n - i), &of_class[0][j]);
             to += OF(compress)(to, step, changed[j]);
         }
         for (int c = 0; c < (top ? CLASSES : 1); c++) {
@@ -703,22 +712,24 @@ TARGET static int64_t OF(change)(
     int64_t at[CLASSES] = {0};
     const CELL *from = steps;
     CELL copy[64], step[64];
+    uint8_t least[CLASSES - 1];
+    find_least(p->top, least);
     for (int64_t start = 0; start < n; start += 64 * WORDS) {
         int64_t num = n - start < 64 * WORDS ? (n - start + 63) / 64 : WORDS, num_some = 0;
         uint8_t some[WORDS];
         for (int64_t j = 0, i = start; j < num; j++, i += 64) {
             fetch(into, i + AHEAD_CELLS, sizeof(CELL));
             changed[j] = word_at(masks + i / 8) & first_bits(n - i);
-            if (p->top) OF(classes)(OF(all)(into + i, n - i, copy), p->top, first_bits(n - i), &of_class[0][j]);
+            if (p->top) OF(classes)(OF(all)(into + i, n - i, copy), least, first_bits(n - i), &of_class[0][j]);
         }
-        if (p->top) memset(changed, 0, sizeof changed);
-        for (int c = 0; p->top && c < CLASSES; c++) {
-            int64_t bit = at[c];
-            for (int64_t j = 0; j < num; j++) {
-                changed[j] |= NAME(pdep)(bits_at(masks + c * room, bit), of_class[c][j]);
-                bit += __builtin_popcountll(of_class[c][j]);
+        for (int64_t j = 0; p->top && j < num; j++) {
+            changed[j] = 0;
+#pragma GCC unroll 4
+            for (int c = 0; c < CLASSES; c++) {
+                int64_t size = __builtin_popcountll(of_class[c][j]), bit = at[c];
+                changed[j] |= NAME(pdep)(bits_at(masks + c * room, bit, size), of_class[c][j]);
+                at[c] = bit + size;
             }
-            at[c] = bit;
         }
         for (int64_t j = 0; j < num; j++) some[num_some] = (uint8_t)j, num_some += changed[j] != 0;
         for (int64_t j = 0; j < num_some; j++) {
