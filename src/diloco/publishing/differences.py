@@ -39,7 +39,8 @@ def difference_of(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> memor
         old: the state before.
         new: a state of the same names, shapes and dtypes.
     """
-    assert _layout(old) == _layout(new), "both states are of one model"
+    layout = _layout(old)
+    assert layout == _layout(new), "both states are of one model"
     pairs = [(old_N, new_N) for (_, old_N), (_, new_N) in zip(_runs(old), _runs(new), strict=True)]
     start = _HEAD_BYTES + _LENGTH_BYTES * sum(-(-len(cells_N) // cells.CHUNK) for cells_N, _ in pairs)
     parts, room = list[tuple[int, _Pairs]](), start
@@ -60,7 +61,7 @@ def difference_of(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> memor
         body[stop : stop + sum(of_part)] = body[at : at + sum(of_part)]
         stop += sum(of_part)
         lengths += of_part
-    head = b"".join((_MAGIC, _layout(old), struct.pack(f"<{len(lengths)}I", *lengths)))
+    head = b"".join((_MAGIC, layout, struct.pack(f"<{len(lengths)}I", *lengths)))
     body[:start] = np.frombuffer(head, np.uint8)
     return body.data[:stop].toreadonly()
 
