@@ -36,7 +36,7 @@ WAYS = {
 }
 REGIONS = {"aa": "[_a-c]*.py", "bb": "[d-k]*.py", "cc": "[l-r]*.py", "dd": "[s-z]*.py"}
 """The names of the regions, and the files of Python's library that each reads."""
-BATCH, LENGTH = 1, 64
+BATCH, LENGTH = 8, 64
 _MOST_SECONDS = 1500
 Row = dict[str, Any]
 
