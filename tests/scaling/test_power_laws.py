@@ -1,5 +1,4 @@
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,6 +8,7 @@ import pytest
 
 from diloco.cli.main import main
 from diloco.errors import UserError
+from diloco.files import require
 from diloco.scaling import judgement, parametric, power_laws
 from diloco.scaling.judgement import EXTRAPOLATED, EXTRAPOLATED_PARAMS
 from diloco.scaling.laws import Laws
@@ -109,7 +109,7 @@ def test_the_published_table_is_judged(capsys, monkeypatch, few_starts):
 
 
 def test_without_scipy_the_command_that_brings_it_is_named(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setattr(parametric, "require", lambda module, *, extra: require("no_scipy", extra=extra))
     with pytest.raises(SystemExit, match="2"):
         main(["scaling", "fit"])
     assert "run pip install 'diloco[scaling]'" in capsys.readouterr().err
