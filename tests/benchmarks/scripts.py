@@ -11,8 +11,8 @@ from tests.forks import fork_pythons
 from tests.processes import run_main
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-START_ANEW = ("start.py", "walks.py", "many_replicas.py")
-"""Benchmarks that measure the start of an interpreter, or fork processes of their own."""
+START_ANEW = ("walks.py", "many_replicas.py")
+"""Benchmarks that trace the start of an interpreter, or fork processes of their own."""
 PROGRAMS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
