@@ -50,6 +50,8 @@ class Smoke:
     needs: str = ""
     check: Callable[[str, Rows], None] = lambda output, rows: None
     """Asserts what holds between the numbers that it prints, and those of its first table."""
+    imports: tuple[str, ...] = ()
+    """Modules that its processes import, which is then done once for all of them."""
 
 
 def check_fleets(rows: Rows) -> None:
@@ -172,6 +174,7 @@ SMOKES = [
         r"16 +0.008 +0 +[0-9.]+ +\+0.00 %",
         (("two_homes.csv", 1),),
         needs="trl",
+        imports=("transformers.models.llama.modeling_llama", "peft"),
     ),
     Smoke("encryption.py", "--gbit-s 0 --megabytes 2 --rounds 2", r"\ngloo .*\nencrypted "),
     Smoke(
@@ -237,7 +240,7 @@ def test_it_runs(smoke: Smoke, tmp_path: Path, text: list[str]):
         pytest.skip(reason)
     names = {"out": str(tmp_path), "text": " ".join(text), "train": text[1], "held_out": text[3]}
     words = smoke.arguments.format(**names).split()
-    output = run(smoke.script, *words)
+    output = run(smoke.script, *words, imports=smoke.imports)
     assert re.search(smoke.output, output), output
     tables = [table(tmp_path / name) for name, _ in smoke.tables]
     assert [len(rows) for rows in tables] == [num_rows for _, num_rows in smoke.tables]
