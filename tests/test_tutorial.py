@@ -29,7 +29,9 @@ FIRST_HOUR = [
 NOT_HERE = re.compile(r"\b(HOST|DIR|BUCKET)\b|^(make|export) |^diloco demo")
 """Commands that need a second machine, text from the network, or an installation, or have tests of their own."""
 SHORTER = {
-    "diloco train laptop --name laptop": " --num-tokens 15360 --global-batch 2 --sequence-length 128 --evaluation.num-tokens 5000"
+    "diloco train laptop --name laptop": (
+        " --num-tokens 15360 --global-batch 2 --sequence-length 128 --evaluation.num-tokens 5000"
+    )
 }
 """Flags with which a command ends in seconds instead of minutes."""
 PAGE = TUTORIALS / "transformers-model.md"

@@ -95,7 +95,9 @@ class Shell:
 
     def __init__(self, laboratory: Laboratory, folder: Path, environment: Mapping[str, str]) -> None:
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": folder}
-        self._process = subprocess.Popen([sys.executable, "-c", SHELL], env={**os.environ, **environment}, **streams)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SHELL], env={**os.environ, **environment}, **streams
+        )
         self._laboratory, self._folder, self._environment = laboratory, folder, environment
         self._num_typed = 0
 
