@@ -32,7 +32,7 @@ SHORTER = " --num-tokens 150k --sequence-length 64 --micro-batch 4 --optimizer.l
 FASTER = " --micro-batch 8"
 """The flag with which the other home keeps pace."""
 BASE = "python -c 'from tests.test_two_homes import write_base; write_base(\"base\")'"
-"""Where the shell's processes have imported transformers."""
+"""The command that saves the model, in a process that has imported transformers."""
 PORT, ROUND_TRIP_SECONDS = 8333, 0.03
 RELAY = """
 import asyncio, sys
