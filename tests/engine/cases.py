@@ -194,8 +194,9 @@ def train(
 
 def parts_of(model: nn.Module, *, sync_every: int, overlap_steps: int, **settings) -> Replica:
     """A replica without a membership: fragments of one layer, in FP32, with changes."""
+    fragments = settings.pop("fragments", None) or diloco.sequential(model, layers_per_fragment=1)
     defaults = {
-        "fragments": diloco.sequential(model, layers_per_fragment=1),
+        "fragments": fragments,
         "outer": None,
         "wire": "fp32",
         "combine": "gather",
