@@ -132,6 +132,7 @@ def alone_in(folder: str, like_apples: bool) -> str:
         return engine.outer_hash()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("like_apples", [False, True])
 def test_the_log_of_a_replica_on_a_device_gives_its_bits(like_apples: bool, tmp_path):
     [digest] = run_replicas(alone_in, 1, str(tmp_path), like_apples)

@@ -169,6 +169,7 @@ def check_outer_steps(num_processes: int, kinds: list[str]) -> None:
             assert 0 < num_bytes - one[2] <= 13 * 48 * (half - 1)
 
 
+@pytest.mark.slow
 def test_replicas_of_two_processes_take_the_outer_steps_of_one():
     check_outer_steps(4, ["hsdp of two", "tensor of two"])
 

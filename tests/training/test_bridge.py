@@ -127,7 +127,8 @@ def check_conserved(bridge: Bridge, folder: Path, *, mu: float = 0.9, eta: float
         np.testing.assert_allclose(sent + learnt + apart - move, 0, atol=2e-5)
 
 
-@pytest.mark.parametrize("combine", ["gather", pytest.param("reduce_scatter", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
 def test_two_regions_of_two_replicas_train_one_model(combine: str, tmp_path: Path) -> None:
     settings = {"combine": combine, "num_shares": 2} if combine != "gather" else {}
     replicas = [trainer(tmp_path, region, name, **settings) for region in ("eu", "us") for name in "ab"]
@@ -259,6 +260,7 @@ def dies(shift: Callable[..., bool], *, first: bool) -> Callable[..., bool]:
     return dying
 
 
+@pytest.mark.slow
 def test_a_region_that_ends_sends_what_is_not_counted_and_the_last_closes_the_outer_run(tmp_path: Path) -> None:
     replicas = [trainer(tmp_path, region) for region in ("eu", "us")]
     bridges = [bridge_of(tmp_path, region) for region in ("eu", "us")]

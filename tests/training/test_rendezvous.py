@@ -385,6 +385,7 @@ def interrupt(config: TrainConfig) -> str:
     return "not interrupted"
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_the_run_and_loses_no_payload(config, tmp_path):
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"))
     finished, interrupted = run_replicas(interrupt, 2, run, joined=False)
