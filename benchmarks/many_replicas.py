@@ -1,6 +1,6 @@
 """Many replicas: real trainers of a tiny model on one SeaweedFS, with gather, with shares, and in regions.
 
-    python benchmarks/many_replicas.py --output DIR [--replicas 32] [--steps 240] [--ways gather shares regions]
+    python benchmarks/many_replicas.py --output DIR [--replicas 32] [--steps 90] [--ways gather shares regions]
 
 Each replica is a `diloco train tiny` of its own, forked from one process that has imported torch. With `regions`
 four runs have a quarter of the replicas each, and a text of their own; four of `diloco bridge` join them to an
@@ -36,7 +36,7 @@ WAYS = {
 }
 REGIONS = {"aa": "[_a-c]*.py", "bb": "[d-k]*.py", "cc": "[l-r]*.py", "dd": "[s-z]*.py"}
 """The names of the regions, and the files of Python's library that each reads."""
-BATCH, LENGTH = 1, 64
+BATCH, LENGTH = 8, 64
 _MOST_SECONDS = 1500
 Row = dict[str, Any]
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--replicas", type=int, default=32)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
-    parser.add_argument("--steps", type=int, default=240, help="inner steps of each, on average")
+    parser.add_argument("--steps", type=int, default=90, help="inner steps of each, on average")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no replica is left
     arguments.output.mkdir(parents=True, exist_ok=True)

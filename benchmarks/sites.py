@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="in each site")
     parser.add_argument("--gbit-s", type=float, default=1.0, help="of each site's link")
     parser.add_argument("--width", type=int, default=256, help="of the model")
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--site", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.site:
@@ -49,7 +50,8 @@ def main() -> None:
             for replica in range(2)
         ]
         for name, port, flags in (("one a process", 29500, []), ("the leader's", 29600, ["--leader"])):
-            example = ["--width", str(arguments.width), "--address", f"{laboratory.address(0)}:{port}", *flags]
+            sizes = ["--width", str(arguments.width), "--steps", str(arguments.steps)]
+            example = [*sizes, "--address", f"{laboratory.address(0)}:{port}", *flags]
             payload_bytes, wire_bytes, digest = train(laboratory, sites, example, arguments.processes)
             print(f"{name:16}  {payload_bytes:15,}  {wire_bytes:17,}  {digest}", flush=True)
 

@@ -23,6 +23,7 @@ parser.add_argument("--address", default="127.0.0.1:29500")
 parser.add_argument("--replica", type=int, required=True)
 parser.add_argument("--leader", action="store_true", help="let one process of the site exchange for all")
 parser.add_argument("--width", type=int, default=64)
+parser.add_argument("--steps", type=int, default=100)
 arguments = parser.parse_args()
 
 dist.init_process_group("gloo")  # the site's own: nccl on GPUs
@@ -46,7 +47,7 @@ engine.attach(optimizer)
 # --8<-- [start:loop]
 inside = DistributedDataParallel(model)  # averages gradients within the site
 data = torch.Generator().manual_seed(1 + arguments.replica * dist.get_world_size() + dist.get_rank())
-for step in range(1, 101):
+for step in range(1, arguments.steps + 1):
     # The task: at each place, predict the largest token of the sequence.
     tokens = torch.randint(0, 32, (16, 12), generator=data)
     loss = F.cross_entropy(inside(tokens).flatten(0, 1), tokens.amax(1).repeat_interleave(12))

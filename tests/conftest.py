@@ -53,6 +53,9 @@ install_import_hook(CHECKED, "beartype.beartype")
 # No test survives a power failure, and a busy computer takes long to write to its disk.
 os.fsync = lambda descriptor: None
 
+LONGEST = ("test_elastic_scripts.py", "test_two_homes.py", "test_tutorial.py")
+"""Files whose tests take half a minute or more each; of others the number of slow tests tells."""
+
 # The same examples in every run, however slow the computer is; the quick tests try fewer of each property.
 settings.register_profile("all", deadline=None, derandomize=True)
 settings.register_profile("quick", settings.get_profile("all"), max_examples=25)
@@ -96,9 +99,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files of most slow tests: one that comes last keeps one core busy, and the others idle."""
+    """Begin with the files that take longest: one that comes last keeps one core busy, and the others idle."""
     num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -num_slow[item.path])
+    items.sort(key=lambda item: (item.path.name not in LONGEST, -num_slow[item.path]))
 
 
 def pytest_collection_finish() -> None:

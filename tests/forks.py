@@ -49,7 +49,8 @@ def fork_pythons() -> None:
             if preexec_fn is not None:
                 preexec_fn()
             if prefix:
-                _enter(prefix)
+                assert prefix[:3] == ["ip", "netns", "exec"], prefix
+                enter(prefix[3], prefix[-1])
 
         self.pid, self._child_created = _forked(begin, words, env), True
         self._close_pipe_fds(*streams)
@@ -89,14 +90,13 @@ def _keep_open(descriptors: Collection[int]) -> None:
                 os.close(descriptor)
 
 
-def _enter(prefix: Sequence[str]) -> None:
-    """Enter the network namespace, under the name, that the laboratory's words before a command name."""
-    assert prefix[:3] == ["ip", "netns", "exec"], prefix
+def enter(namespace: str, host_name: str) -> None:
+    """Enter a network namespace of this machine, under a host's name of its own."""
     libc = ctypes.CDLL(None, use_errno=True)
-    with Path("/run/netns", prefix[3]).open() as namespace:
-        assert libc.setns(namespace.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+    with Path("/run/netns", namespace).open() as file:
+        assert libc.setns(file.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
     assert libc.unshare(_CLONE_NEWUTS) == 0, os.strerror(ctypes.get_errno())
-    name = prefix[-1].encode()
+    name = host_name.encode()
     assert libc.sethostname(name, len(name)) == 0, os.strerror(ctypes.get_errno())
 
 

@@ -200,7 +200,7 @@ def _be_program(
     if num_threads := variables.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(num_threads))  # torch has looked for the variable before
     if not SAMPLES.items() <= variables.items():
-        _shorten_samples()
+        shorten_samples()
     for stream, path in ((sys.stdout, output), (sys.stderr, errors)):
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
         os.dup2(descriptor, stream.fileno())
@@ -208,7 +208,8 @@ def _be_program(
     main(*args)
 
 
-def _shorten_samples() -> None:
+def shorten_samples() -> None:
+    """Let this process and its forks write few tokens of each sample."""
     from diloco.training.records import samples  # which every process has imported by now
 
     samples._NUM_TOKENS = 16
@@ -305,7 +306,7 @@ def _replica(
             other.close()
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    _shorten_samples()
+    shorten_samples()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         if address is None:

@@ -51,7 +51,7 @@ def test_the_notebooks_run():
 
 @pytest.mark.slow
 def test_two_sites_of_two_processes_agree(tmp_path):
-    flags = ["--leader", "--address", f"127.0.0.1:{free_port()}", "--replica", "{job}"]
+    flags = ["--leader", "--address", f"127.0.0.1:{free_port()}", "--replica", "{job}", "--steps", "50"]
     run = (run_example, 4, str(tmp_path), free_port(), 2, "two_sites.py", *flags)
     outputs = run_replicas(*run, joined=False, timeout_seconds=150)
     assert all(losses(output)[-1] < losses(output)[0] for output in outputs[::2])

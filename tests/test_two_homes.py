@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
@@ -28,6 +29,10 @@ PAGE = (ROOT / "docs" / "tutorial" / "two-homes.md").read_text()
 DIARY = "Dear diary, today was a day like all others, and yet I wonder what tomorrow will bring. "
 SHORTER = " --num-tokens 150k --sequence-length 64 --micro-batch 4 --optimizer.learning-rate 4e-3"
 """Flags with which a tiny model is fine-tuned in seconds."""
+FASTER = " --micro-batch 8"
+"""The flag with which the other home keeps pace."""
+BASE = "python -c 'from tests.test_two_homes import write_base; write_base(\"base\")'"
+"""The command that saves the model, in a process that has imported transformers."""
 PORT, ROUND_TRIP_SECONDS = 8333, 0.03
 RELAY = """
 import asyncio, sys
@@ -59,14 +64,18 @@ SHELL = """
 import importlib, json, os, sys
 for module in ("transformers.models.llama.modeling_llama", "peft", "diloco.training.loop"):
     importlib.import_module(module)
+from tests.forks import enter
+from tests.processes import shorten_samples
 from tests.test_tutorial import call
+shorten_samples()
 for line in sys.stdin:
-    command, path = json.loads(line)
+    home, command, path = json.loads(line)
     if (pid := os.fork()) == 0:
         os.setsid()
         output, code = os.open(path, os.O_WRONLY | os.O_CREAT), 1
         os.dup2(output, 1), os.dup2(output, 2)
         try:
+            enter(*home)
             function, *arguments = call(command)
             function(*arguments)
             code = 0
@@ -78,31 +87,34 @@ for line in sys.stdin:
             os._exit(0)
     print(pid, flush=True)
 """
-"""A shell whose programs are forked from a process that has imported what takes seconds."""
+"""A shell for all homes, whose programs are forked from a process that has imported what takes seconds."""
 
 
-class Home:
-    """A machine in which commands are typed."""
+class Shell:
+    """Types commands in the namespaces of homes."""
 
-    def __init__(self, laboratory: Laboratory, number: int, folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, laboratory: Laboratory, folder: Path, environment: Mapping[str, str]) -> None:
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": folder}
-        self._shell = laboratory.start(number, [sys.executable, "-c", SHELL], environment=environment, **streams)
-        self._folder, self._environment, self._num_typed = folder / f"home-{number}", environment, 0
-        self._folder.mkdir()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SHELL], env={**os.environ, **environment}, **streams
+        )
+        self._laboratory, self._folder, self._environment = laboratory, folder, environment
+        self._num_typed = 0
 
-    def __enter__(self) -> "Home":
+    def __enter__(self) -> "Shell":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._shell.communicate(timeout=20)
+        self._process.communicate(timeout=20)
 
-    def type(self, command: str) -> "Typed":
+    def type(self, number: int, command: str) -> "Typed":
         self._num_typed += 1
-        path = self._folder / str(self._num_typed)
+        path = self._folder / f"typed-{self._num_typed}"
+        home = self._laboratory.namespace(number), self._laboratory.address(number)
         command = Template(command).substitute(self._environment)
-        self._shell.stdin.write(json.dumps([command, str(path)]) + "\n")
-        self._shell.stdin.flush()
-        return Typed(int(self._shell.stdout.readline()), path)
+        self._process.stdin.write(json.dumps([home, command, str(path)]) + "\n")
+        self._process.stdin.flush()
+        return Typed(int(self._process.stdout.readline()), path)
 
 
 class Typed:
@@ -133,21 +145,20 @@ def rounds(url: str) -> int:
         return -1
 
 
-def write_base(folder: Path) -> None:
+def write_base(folder: str) -> None:
     """A tiny Llama, with a tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=300, max_position_embeddings=64, bos_token_id=256, eos_token_id=256, **sizes)
     LlamaForCausalLM(config).save_pretrained(folder)
-    train_bpe([DIARY] * 9, 280, folder / "tokenizer.json")
+    train_bpe([DIARY] * 9, 280, Path(folder) / "tokenizer.json")
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(not can_make_namespaces(), reason="needs root, and iproute2's ip and tc")
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 def test_two_homes_train_one_model_and_one_of_them_leaves(tmp_path, use_environment):
-    pytest.importorskip("peft")
-    write_base(tmp_path / "base")
     for folder in ("notes", "store"):
         (tmp_path / folder).mkdir()
     for number in range(40):
@@ -172,23 +183,22 @@ def test_two_homes_train_one_model_and_one_of_them_leaves(tmp_path, use_environm
             "AWS_ALLOW_HTTP": "true",
         }
         environment |= {"PLACE": url, "MODEL": "base", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        first, second = (
-            stack.enter_context(Home(laboratory, number, tmp_path, environment)) for number in range(2)
-        )
+        shell = stack.enter_context(Shell(laboratory, tmp_path, environment))
         use_environment(server.environment)
-        first.type(prepare).printed()
-        checking = second.type(check)
-        training = first.type(at_home + SHORTER)
+        shell.type(0, BASE).printed()
+        shell.type(0, prepare).printed()
+        checking = shell.type(1, check)
+        training = shell.type(0, at_home + SHORTER)
         until(lambda: rounds(url) == 0)
-        gone = second.type(away)
+        gone = shell.type(1, away + FASTER)
         until(lambda: rounds(url) >= 2)
         os.killpg(gone.pid, signal.SIGKILL)
         before = rounds(url)
         until(lambda: rounds(url) > before)
-        back = second.type(away)
+        back = shell.type(1, away + FASTER)
         outputs = [one.printed() for one in (training, back)]
         assert re.search(r"one winner(.|\n)* ([5-9]|10)\.?\d* Mbit/s up", checking.printed())
-        evaluated, _, written = (first.type(command).printed() for command in afterwards)
+        evaluated, _, written = (shell.type(0, command).printed() for command in afterwards)
         lives = Look(url, with_timeline=True)
         lives.again()
     hashes = [re.findall(r"outer hash +(\w+)", output) for output in outputs]

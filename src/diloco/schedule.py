@@ -209,6 +209,11 @@ class Schedule(Timing):
         return at
 
 
+def least_steps(sync_every: int) -> int:
+    """Inner steps after which a replica that others wait for offers a fragment early, in a run of a rendezvous."""
+    return max(1, sync_every // 4)
+
+
 SYNC_EVERY, OVERLAP_STEPS = 100, 5
 """H and τ where the engine is given neither them nor a schedule."""
 

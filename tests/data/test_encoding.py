@@ -54,11 +54,11 @@ def config(tmp_path, monkeypatch):
 )
 def test_the_bytes_are_the_same_for_any_number_of_processes(config, change, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    one, eight = (
+    one, three = (
         content(prepare(replace(config, workers=workers, **change), tmp_path / f"of{workers}", shard_tokens=1500))
-        for workers in (1, 8)
+        for workers in (1, 3)
     )
-    assert one == eight and sum(name.endswith(".bin") for name in one) >= 4
+    assert one == three and sum(name.endswith(".bin") for name in one) >= 4
 
 
 PROGRAM = """
@@ -71,7 +71,7 @@ readers.PIECE_BYTES = 2000
 texts, held_out, weights, output = sys.argv[1:]
 sys.path.append(output)  # which stands in the command lines of its processes, too
 config = DataConfig(
-    train=tuple(texts.split()), held_out=(held_out,), tokenizer="bpe:300", workers=8,
+    train=tuple(texts.split()), held_out=(held_out,), tokenizer="bpe:300", workers=3,
     weights=tuple(map(float, weights.split())),
 )
 prepare(config, Path(output), shard_tokens=300)
@@ -80,12 +80,12 @@ prepare(config, Path(output), shard_tokens=300)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", [(), (0.7, 0.3)])
-def test_eight_processes_that_are_killed_go_on_to_the_same_bytes(config, weights, tmp_path):
+def test_three_processes_that_are_killed_go_on_to_the_same_bytes(config, weights, tmp_path):
     train = (f"{tmp_path}/texts/a.jsonl", f"{tmp_path}/texts/c.parquet")
     config = replace(config, train=train, weights=weights, workers=1)
     whole = content(prepare(config, tmp_path / "whole", shard_tokens=300))
     directory = tmp_path / "killed"
-    for landmark in ("train-00001.json", "train-00005.bin", "train-00009.json"):
+    for landmark in ("train-00005.bin", "train-00009.json"):
         arguments = (" ".join(train), config.held_out[0], " ".join(map(str, weights)), str(directory))
         process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments])
         kill_when(process, directory / landmark)

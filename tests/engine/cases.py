@@ -16,6 +16,9 @@ from tests.wire import reference as wire_reference
 from torch import nn
 
 import diloco
+from diloco.engine.parameters import FragmentParameters
+from diloco.engine.replica import Replica, outer_state
+from diloco.engine.settings import settings_of
 from diloco.outer.merge import Mixing
 
 f32 = np.float32
@@ -187,6 +190,27 @@ def train(
         yield Snapshot(theta_of(model), outer_of(engine))
     engine.finish()
     yield Snapshot(theta_of(model), outer_of(engine))
+
+
+def parts_of(model: nn.Module, *, sync_every: int, overlap_steps: int, **settings) -> Replica:
+    """A replica without a membership: fragments of one layer, in FP32, with changes."""
+    fragments = settings.pop("fragments", None) or diloco.sequential(model, layers_per_fragment=1)
+    defaults = {
+        "fragments": fragments,
+        "outer": None,
+        "wire": "fp32",
+        "combine": "gather",
+        "error_feedback": None,
+        "seed": 0,
+        "buffers": "own",
+        "weights": "equal",
+    }
+    timing = {"sync_every": sync_every, "overlap_steps": overlap_steps}
+    of_engine = settings_of(
+        model, schedule_for=lambda number: diloco.Schedule(num_fragments=number, **timing), **defaults | settings
+    )
+    parameters = FragmentParameters(model, of_engine.fragments)
+    return Replica(of_engine, parameters, outer_state(of_engine, parameters, offload=False))
 
 
 def run_cases(cases: list[Case]) -> list[tuple[list[Snapshot], str]]:

@@ -25,12 +25,12 @@ from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.replay import replayed
 
 CASES = [
-    Case(P=3, H=6, T=20, tau=2, wire="e3m0"),
-    Case(P=2, H=4, T=13, tau=(0, 3), wire="int4:stochastic=true", alpha=0.0),
-    Case(P=2, H=4, T=13, tau=3, wire="topk:density=0.1", beta=0.9, parameters="bf16"),
-    Case(P=3, H=5, T=17, tau=1, wire="e3m0", combine="reduce_scatter:bf16", beta=1.0, offload=True),
-    Case(P=3, H=5, T=17, tau=2, wire="pulse:density=0.2", beta=1.0, offload=True),
-    Case(P=4, H=3, T=11, tau=2, wire="fp32", offload=True, parameters="bf16"),
+    Case(P=3, H=6, T=14, tau=2, wire="e3m0"),
+    Case(P=2, H=4, T=11, tau=(0, 3), wire="int4:stochastic=true", alpha=0.0),
+    Case(P=2, H=4, T=11, tau=3, wire="topk:density=0.1", beta=0.9, parameters="bf16"),
+    Case(P=3, H=5, T=12, tau=1, wire="e3m0", combine="reduce_scatter:bf16", beta=1.0, offload=True),
+    Case(P=3, H=5, T=12, tau=2, wire="pulse:density=0.2", beta=1.0, offload=True),
+    Case(P=4, H=3, T=8, tau=2, wire="fp32", offload=True, parameters="bf16"),
     Case(P=2, H=4, T=9, tau=0, wire="bf16", offsets=(0, 0)),
     Case(P=1, H=2, T=9, tau=1, wire="e3m0", offload=True),
 ]
@@ -132,6 +132,7 @@ def alone_in(folder: str, like_apples: bool) -> str:
         return engine.outer_hash()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("like_apples", [False, True])
 def test_the_log_of_a_replica_on_a_device_gives_its_bits(like_apples: bool, tmp_path):
     [digest] = run_replicas(alone_in, 1, str(tmp_path), like_apples)

@@ -173,6 +173,7 @@ def until_deleted(payload: Path, replica: Replica) -> None:
     until(lambda: not payload.exists(), replica)
 
 
+@pytest.mark.slow
 def test_who_was_away_for_long_takes_snapshots_and_keeps_its_own_work(tmp_path, jumps: list[int]) -> None:
     fast = Replica(str(tmp_path), name="fast", patience=0, snapshot_rounds=2)
     slow = Replica(str(tmp_path), name="slow")
@@ -199,6 +200,7 @@ def test_who_was_away_for_long_takes_snapshots_and_keeps_its_own_work(tmp_path, 
     slow.finish()
 
 
+@pytest.mark.slow
 def test_a_payload_that_was_counted_during_a_long_absence_is_told_once(tmp_path, jumps: list[int]) -> None:
     settings = {"snapshot_rounds": 2, "max_stale": 1000}
     fast = Replica(str(tmp_path), name="fast", patience=0, **settings)

@@ -93,6 +93,7 @@ def gives_other_bits(replica: Replica) -> None:
     ours.take = other_take
 
 
+@pytest.mark.slow
 def test_only_the_replica_whose_outer_steps_give_other_bits_ends(tmp_path) -> None:
     a, b, c = members = [Replica(str(tmp_path), name=name, patience=100_000) for name in "abc"]
     until(lambda: min(min(counted(member)) for member in members) >= 0, *members)
@@ -103,6 +104,7 @@ def test_only_the_replica_whose_outer_steps_give_other_bits_ends(tmp_path) -> No
     assert_sound(tmp_path, a, b)
 
 
+@pytest.mark.slow
 def test_no_snapshot_holds_the_other_bits_of_an_entrys_author(tmp_path) -> None:
     settings = {"patience": 100_000, "snapshot_rounds": 4}
     a, b, c = members = [Replica(str(tmp_path), name=name, **settings) for name in "abc"]
@@ -142,6 +144,7 @@ def held_offers(replica: Replica, *, after: int) -> tuple[list[Offer], Callable[
     return held, let_go
 
 
+@pytest.mark.slow
 def test_a_replica_with_other_bits_does_not_write_first_with_one_whose_payload_is_late(tmp_path) -> None:
     a, b, c = members = [Replica(str(tmp_path), name=name, patience=100_000) for name in "abc"]
     until(lambda: min(min(counted(member)) for member in members) >= 0, *members)
@@ -172,6 +175,7 @@ def test_a_replica_with_other_bits_does_not_write_first_with_one_whose_payload_i
     assert_sound(tmp_path, a, b)
 
 
+@pytest.mark.slow
 def test_a_payload_that_was_taken_against_another_base_is_left_out(tmp_path, caplog) -> None:
     a, b = members = [Replica(str(tmp_path), name=name, patience=100) for name in "ab"]
     until(lambda: min(counted(b)) >= 0 and 0 not in b.engine._membership.in_flight, *members)
@@ -264,6 +268,7 @@ def test_who_leaves_does_not_wait_for_a_store_that_is_gone(tmp_path, monkeypatch
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.slow
 def test_a_flush_that_comes_too_late_is_said_and_may_be_repeated(tmp_path) -> None:
     fast, slow = Replica(str(tmp_path), name="fast", patience=0), Replica(str(tmp_path), name="slow")
     membership = slow.engine._membership

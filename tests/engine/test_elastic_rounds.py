@@ -7,13 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from tests.engine.cases import parts_of
 from torch import Tensor, nn
 
 import diloco
 from diloco.engine.elastic import ElasticMembership
-from diloco.engine.parameters import FragmentParameters
-from diloco.engine.replica import Replica, outer_state
-from diloco.engine.settings import settings_of
 from diloco.outer.cohort import Cohort
 from diloco.rendezvous.contract import Content, Decision, Form, Joined, News, Offer, Payload, StoredSnapshot
 from diloco.rendezvous.log.entries import Rules
@@ -55,24 +53,15 @@ class Script:
 def member_of(script: Script) -> tuple[ElasticMembership, Tensor]:
     """A replica with a model of one fragment, and its θ."""
     model = nn.Linear(N, 1, bias=False)
-    settings = settings_of(
+    parts = parts_of(
         model,
+        sync_every=8,
+        overlap_steps=1,
         fragments=diloco.whole(model),
-        schedule_for=lambda num_fragments: diloco.Schedule(
-            sync_every=8, num_fragments=num_fragments, overlap_steps=1
-        ),
         outer=diloco.Nesterov(lr=0.5, momentum=0.0),
         mixing=ALPHA,
-        wire="fp32",
-        combine="gather",
-        error_feedback=None,
-        seed=0,
-        buffers="own",
-        weights="equal",
     )
-    parameters = FragmentParameters(model, settings.fragments)
-    state = outer_state(settings, parameters, offload=False)
-    return ElasticMembership(Replica(settings, parameters, state), script), model.weight.detach().view(N)
+    return ElasticMembership(parts, script), model.weight.detach().view(N)
 
 
 def snapshot_after(round: int, outer_N: Tensor) -> StoredSnapshot:

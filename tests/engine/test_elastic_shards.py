@@ -4,14 +4,16 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tests.engine.cases import LR
+from tests.engine.cases import LR, parts_of
 from tests.processes import init_group, run_replicas
 from tests.rendezvous.replay import replayed
 from tests.rendezvous.replicas import wait_for_entry
@@ -21,10 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import diloco
-from diloco.engine.parameters import FragmentParameters, gathered, local, own_place
-from diloco.engine.replica import Replica as Parts
-from diloco.engine.replica import outer_state
-from diloco.engine.settings import settings_of
+from diloco.engine.parameters import gathered, local, own_place
 from diloco.training.bridge import Region
 
 P, H, T = 3, 4, 14
@@ -156,19 +155,28 @@ def fixed_members(tmp_path_factory):
     return whole, sharded, folder
 
 
-def until_counted(replica: Replica) -> None:
-    """Step until the log has counted each fragment and none is in flight; all processes stop together."""
+def until(replica: Replica, condition: Callable[[], bool], group: dist.ProcessGroup | None = None) -> None:
+    """Step until a condition holds in the first process; all processes of the replica stop together."""
     deadline, is_over = time.monotonic() + 20, torch.zeros(1)
     while not is_over:
         assert time.monotonic() < deadline
         replica.step()
         if dist.get_rank() == 0:
-            state, own = replica.exchange.state, replica.exchange.replica
-            is_over.fill_(
-                all(own in log.last_seq for log in state.fragments) and not replica.engine._membership.in_flight
-            )
-        dist.broadcast(is_over, 0)
+            is_over.fill_(condition())
+        dist.broadcast(is_over, 0, group=group)
         time.sleep(0.01)
+
+
+def until_counted(replica: Replica) -> None:
+    """Step until the log has counted each fragment and none is in flight."""
+    exchange = replica.exchange
+    until(
+        replica,
+        lambda: (
+            all(exchange.replica in log.last_seq for log in exchange.state.fragments)
+            and not replica.engine._membership.in_flight
+        ),
+    )
 
 
 def save_and_die(folder: str) -> None:
@@ -304,32 +312,17 @@ def train_with_shifts(folder: str) -> tuple[torch.Tensor, int]:
     group = dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
     if group is not None:
         replica = Replica(folder, name="a", group=group, bridge="eu", num_replicas=1)
-        for _ in range(400):
-            time.sleep(0.005)
-            replica.step()
+        until(replica, Path(f"{folder}-shifted").exists, group)
         replica.engine.finish(flush=True, close=True)
         replica.exchange.leave()
         return replica.outer(), 0
     wait_for_entry(folder, 1)
-    settings = settings_of(
-        model := Model(),
-        fragments=diloco.sequential(model, layers_per_fragment=1),
-        schedule_for=lambda number: diloco.Schedule(sync_every=H, num_fragments=number),
-        outer=None,
-        mixing=0.5,
-        wire="fp32",
-        combine="gather",
-        error_feedback=None,
-        seed=0,
-        buffers="own",
-        weights="equal",
-    )
-    parameters = FragmentParameters(model, settings.fragments)
     rendezvous = diloco.StoreRendezvous(folder, name="eu", bridge="eu", timeout_seconds=20, poll_seconds=0.004)
-    region = Region(Parts(settings, parameters, outer_state(settings, parameters, offload=False)), rendezvous)
+    region = Region(parts_of(Model(), sync_every=H, overlap_steps=0, mixing=0.5), rendezvous)
     num_shifts = 0
     for _ in range(3):
         num_shifts += sum(region.shift(p, torch.full_like(region.vector(p), 0.5)) for p in range(P))
+    Path(f"{folder}-shifted").touch()
     rendezvous.leave()
     return torch.zeros(1), num_shifts
 

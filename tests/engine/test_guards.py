@@ -66,6 +66,7 @@ def train_honestly() -> list[tuple[int, str | None]]:
     ]
 
 
+@pytest.mark.slow
 def test_merges_that_are_kept_raise_no_alarm():
     for results in run_replicas(train_honestly, 2):
         assert results == [(61, None)] * 6

@@ -144,6 +144,7 @@ def go_on_from(states: list[dict]) -> str:
     return engine.outer_hash()
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_with_other_settings():
     (first, hashes), (second, others) = run_replicas(change_course, 2)
     assert hashes == others and len(set(hashes.values())) == len(COURSES)

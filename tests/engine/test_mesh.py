@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -83,8 +84,8 @@ def on_mesh(kind: str, num_replicas: int = 1) -> tuple[Model, DeviceMesh]:
     return model, mesh
 
 
-def go_through_parts(kinds: list[str], has_masters: bool) -> None:
-    for kind in kinds:
+def go_through_parts(kinds: list[str]) -> None:
+    for kind, has_masters in product(kinds, (False, True)):
         check_parts(kind, has_masters)
 
 
@@ -122,14 +123,13 @@ def check_parts(kind: str, has_masters: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_masters", [False, True])
-def test_each_element_is_in_the_part_of_one_process(has_masters: bool):
-    run_replicas(go_through_parts, 4, ["hsdp", "tensor", "fsdp and tensor"], has_masters)
+def test_each_element_is_in_the_part_of_one_process():
+    run_replicas(go_through_parts, 4, ["hsdp", "tensor", "fsdp and tensor"])
 
 
 @pytest.mark.slow
 def test_each_element_is_in_the_part_of_one_process_of_eight():
-    run_replicas(go_through_parts, 8, ["hsdp and tensor"], False)
+    run_replicas(check_parts, 8, "hsdp and tensor", False)
 
 
 def train(kind: str) -> tuple[str, str, int]:
@@ -169,13 +169,14 @@ def check_outer_steps(num_processes: int, kinds: list[str]) -> None:
             assert 0 < num_bytes - one[2] <= 13 * 48 * (half - 1)
 
 
+@pytest.mark.slow
 def test_replicas_of_two_processes_take_the_outer_steps_of_one():
     check_outer_steps(4, ["hsdp of two", "tensor of two"])
 
 
 @pytest.mark.slow
 def test_replicas_of_two_by_two_processes_take_the_outer_steps_of_one():
-    check_outer_steps(8, ["hsdp", "tensor", "fsdp and tensor"])
+    check_outer_steps(8, ["hsdp", "fsdp and tensor"])
 
 
 def meet_other_copies() -> list[str]:

@@ -22,7 +22,7 @@ from diloco.outer.digest import parameters_hash
 from diloco.schedule import Sync
 
 M = 2
-NUM_STEPS, BATCH, LENGTH, VOCAB = 18, 6, 32, 65  # 65 rows are cut into 33 and 32
+NUM_STEPS, BATCH, LENGTH, VOCAB = 12, 6, 32, 65  # 65 rows are cut into 33 and 32
 
 
 def processes(S: int) -> DeviceMesh:
@@ -101,7 +101,6 @@ def train(
     combine: str = "gather",
     error_feedback: float | None = None,
     offload: bool = False,
-    num_steps: int = NUM_STEPS,
     outer: str = "nesterov",
 ) -> tuple | None:
     """The replica's losses, the held-out loss of Θ, its hash, and what an outer step tells; None if beyond."""
@@ -113,7 +112,7 @@ def train(
     engine = engine_of(model, mesh, outer=outer, **ways)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses, outer_steps = [], []
-    for step in range(1, num_steps + 1):
+    for step in range(1, NUM_STEPS + 1):
         loss, mean = loss_of(model, windows(seed=100 * engine.exchange.replica + step), mesh)
         loss.backward()
         optimizer.step()
@@ -150,12 +149,12 @@ def in_e3m0():
 
 @pytest.fixture(scope="module")
 def in_other_ways():
-    rest = {  # the first two until a fragment is sent for the second time
-        "reduce_scatter": (2, "decoder", "e3m0", "reduce_scatter:bf16", None, False, 12),
-        "feedback": (2, "decoder", "topk:density=0.2", "gather", 1.0, False, 12),
+    rest = {
+        "reduce_scatter": (2, "decoder", "e3m0", "reduce_scatter:bf16"),
+        "feedback": (2, "decoder", "topk:density=0.2", "gather", 1.0),
         "offload": (2, "decoder", "e3m0", "gather", None, True),
-        "whole with rda": (1, "decoder", "fp32", "gather", None, False, NUM_STEPS, "rda"),
-        "shards with rda": (3, "decoder", "fp32", "gather", None, False, NUM_STEPS, "rda"),
+        "whole with rda": (1, "decoder", "fp32", "gather", None, False, "rda"),
+        "shards with rda": (2, "decoder", "fp32", "gather", None, False, "rda"),
     }
     return results_of({"whole": (1, "decoder", "fp32"), "shards": (3, "decoder", "fp32")} | rest)
 
@@ -221,13 +220,13 @@ def test_a_transformers_model_that_the_user_shards():
     assert_trained_alike(results["shards"], results["whole"])
 
 
-def train_and_save(S: int, wire: str, folder: Path) -> tuple[str, torch.Tensor] | None:
-    """Θ after 21 steps, of a run that saves at the 15th, or goes on from there."""
+def train_and_save(S: int, folder: Path) -> tuple[str, torch.Tensor] | None:
+    """Θ after 19 steps, of a run that saves at the 15th, or goes on from there."""
     mesh = processes(S)
     if mesh.get_coordinate() is None:
         return None
     model = decoder(mesh)
-    engine = engine_of(model, mesh, wire=wire, error_feedback=1.0)
+    engine = engine_of(model, mesh, wire="bf16", error_feedback=1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     of_replica = {
         "checkpoint_id": folder / f"replica-{mesh.get_local_rank('replica')}",
@@ -239,7 +238,7 @@ def train_and_save(S: int, wire: str, folder: Path) -> tuple[str, torch.Tensor] 
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         assert engine.num_steps == 15
         assert engine.state_dict()["in_flight"] == [[0, 2, 12], [1, 2, 14]]
-    for step in range(engine.num_steps + 1, 22):
+    for step in range(engine.num_steps + 1, 20):
         loss, _ = loss_of(model, windows(seed=100 * engine.exchange.replica + step), mesh)
         loss.backward()
         optimizer.step()
@@ -259,20 +258,16 @@ def whole_state(
     return {"model": of_model, "optimizer": of_optimizer, "engine": engine}
 
 
-def train_save_and_resume(folder: Path) -> dict[str, list]:
-    """Θ of a run, of that run resumed on as many shards, and in fp32 on one."""
-    return {
-        "fp32": [train_and_save(S, "fp32", folder / "fp32") for S in (2, 2, 1)],
-        "e3m0": [train_and_save(2, "e3m0", folder / "e3m0") for _ in range(2)],
-    }
+def train_save_and_resume(folder: Path) -> list[tuple[str, torch.Tensor] | None]:
+    """Θ of a run, and of that run resumed on as many shards and on one."""
+    return [train_and_save(S, folder) for S in (2, 2, 1)]
 
 
 @pytest.mark.slow
 def test_a_loop_of_ones_own_saves_and_resumes(tmp_path):
     results = run_replicas(train_save_and_resume, M * 2, tmp_path)
-    for wire in ("fp32", "e3m0"):
-        assert len({outer_hash for of_process in results for outer_hash, _ in of_process[wire][:2]}) == 1
-    for (_, outer_N), _, whole in (of_process["fp32"] for of_process in results[:M]):
+    assert len({outer_hash for of_process in results for outer_hash, _ in of_process[:2]}) == 1
+    for (_, outer_N), _, whole in results[:M]:
         torch.testing.assert_close(whole[1], outer_N, rtol=0, atol=1e-4)
 
 

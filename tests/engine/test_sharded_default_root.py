@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 import diloco
 from diloco.models.decoder_config import DecoderConfig
 
-NUM_STEPS, MERGED = 14, (6, 10, 14)
+NUM_STEPS, MERGED = 10, (6, 10)
 """The steps after which the one fragment is merged."""
 
 

@@ -76,6 +76,7 @@ def train_with_ddp(folder: str, leader: bool) -> tuple[str, float, int]:
     return engine.outer_hash(), loss.item(), engine.bytes_sent
 
 
+@pytest.mark.slow
 def test_two_sites_with_ddp_inside_train_one_model(tmp_path):
     hashes = set()
     for leader in (False, True):

@@ -187,6 +187,7 @@ def engine_that_waits_in_a_thread(transport: Transport) -> diloco.StreamingDiLoC
     return engine
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_while_a_thread_of_it_waits_keeps_its_exit_code():
     address = f"127.0.0.1:{free_port()}"
     place = {"DILOCO_ADDRESS": address, "DILOCO_REPLICA": "0", "DILOCO_NUM_REPLICAS": "2"}

@@ -138,6 +138,7 @@ for source in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits address space")
 def test_what_unpacks_to_much_takes_little_memory(tmp_path):
     row = json.dumps({"text": "x" * 1000}).encode() + b"\n"

@@ -63,6 +63,7 @@ def run_with(directory: Path, facts: dict[str, Any]) -> str:
     return str(run.directory)
 
 
+@pytest.mark.slow
 def test_changed_facts_are_refused_by_our_own_error_or_sound(tmp_path):
     sound, rng = sound_facts(tmp_path / "sound"), generator()
     url = run_with(tmp_path / "same", sound)

@@ -121,6 +121,7 @@ def attack(port: int, ended: threading.Event, wrong: list[BaseException]) -> Non
         release(4 * _MOST_HANDSHAKES)
 
 
+@pytest.mark.slow
 def test_rogues_get_nothing_and_the_run_goes_on():
     port, ended, wrong = free_port(), threading.Event(), []
     attacker = threading.Thread(target=attack, args=(port, ended, wrong))

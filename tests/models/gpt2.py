@@ -15,12 +15,21 @@ def write_config(folder: Path, **changes: object) -> Path:
 
 
 def write_model(folder: Path, **changes: object) -> Path:
-    """The same with weights that nobody has trained, as `save_pretrained` writes them."""
+    """The same with weights that nobody has trained, as `save_pretrained` writes them.
+
+    That itself would import accelerate, DeepSpeed and more for seconds.
+    """
+    import safetensors.torch
     import torch
     import transformers
 
     values = {**SIZES, "bos_token_id": 256, "eos_token_id": 256} | changes
+    config = transformers.GPT2Config(**values, architectures=["GPT2LMHeadModel"])
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        transformers.GPT2LMHeadModel(transformers.GPT2Config(**values)).save_pretrained(folder)
+        state = transformers.GPT2LMHeadModel(config).state_dict()
+    if config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    config.save_pretrained(folder)
+    safetensors.torch.save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -289,8 +289,9 @@ def test_torchs_default_dtype_changes_no_bit(name):
     assert made[0].equal(made[1]) and made[0].equal(made[2])
 
 
-@pytest.mark.parametrize("name", ["restarted", "rda", "delayed_nesterov", "torch"])
-@pytest.mark.parametrize("snapshot_rounds", [2, 99])
+@pytest.mark.parametrize(
+    ("name", "snapshot_rounds"), [("restarted", 99), ("rda", 2), ("delayed_nesterov", 99), ("torch", 2)]
+)
 def test_in_a_store_the_replay_gives_the_outer_parameters_of_all_replicas(name, snapshot_rounds, tmp_path):
     """A replica joins from a snapshot of Θ and all slots, or without one takes all rounds, as the replay does."""
     outer = RULE_SPECS[name].replace(PLAIN, "blocks.1")

@@ -161,7 +161,7 @@ def test_a_file_that_cannot_be_written_leaves_the_version_before(tmp_path):
     [
         (["publish", "a"], "name a checkpoint and then the URL: diloco publish CHECKPOINT … URL"),
         (["publish", "a", "checkpoint"], "checkpoint is a checkpoint: name the URL last"),
-        (["publish", "missing", "place"], "missing is no checkpoint: give a file of safetensors, or a directory"),
+        (["publish", "missing", "place"], "missing is no checkpoint: give a file of safetensors"),
         (["publish", "damaged.safetensors", "place"], "damaged.safetensors can't be read"),
         (["follow", "place"], "diloco follow needs --to"),
         (["follow", "place", "--to", "to", "--once"], "place has no version yet: start its publisher first"),

@@ -166,6 +166,7 @@ def test_a_bad_share_is_left_out_of_its_average_and_of_no_other(tmp_path, monkey
     assert all(re.search(r"averages/\d+/1 leaves out replica 1: payload", note) for note in replay.notes)
 
 
+@pytest.mark.slow
 def test_a_replica_that_comes_back_after_all_was_deleted_takes_the_snapshot(tmp_path) -> None:
     settings = {"combine": "reduce_scatter", "num_shares": R, "snapshot_rounds": 1}
     away, ours = (Replica(str(tmp_path), name=name, patience=0, **settings) for name in ("away", "ours"))

@@ -254,6 +254,7 @@ def test_a_replica_whose_leave_was_forged_says_so(tmp_path: Path) -> None:
         ours.step()
 
 
+@pytest.mark.slow
 def test_a_replica_that_loads_a_false_snapshot_ends_at_the_next_entry(tmp_path: Path) -> None:
     """As a member could upload one; the entry that two others write names the digest of the right parameters."""
     *ours, liar = (Replica(str(tmp_path), name=name, snapshot_rounds=1000) for name in ("a", "b", "liar"))

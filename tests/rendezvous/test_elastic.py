@@ -50,6 +50,7 @@ def test_with_a_quorum_of_two_no_outer_step_counts_one_replica_while_one_is_stop
     assert {2, 3} <= {count for count, num_active in counts if num_active == 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
 def test_survivors_go_on_when_one_is_killed_one_stops_one_is_slow_and_one_joins(combine: str, tmp_path) -> None:
     lively = ("stopper", "slow", "joiner")

@@ -28,6 +28,7 @@ END = ("0" * 16, "f" * 16)
 CREATE = Create(format=FORMAT, rules=Rules(num_fragments=1), facts={}, creator="")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(7200)  # of ten thousand
 @settings(settings.get_profile("hostile"))
 @given(st.binary(min_size=300, max_size=900))

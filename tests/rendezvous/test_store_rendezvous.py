@@ -1,6 +1,5 @@
 """Engines over a store: with fixed members as over gloo, and with members that come and go."""
 
-import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,7 @@ def engine_of(case: Case, model: nn.Module, **exchange) -> diloco.StreamingDiLoC
     )
 
 
-CASES = [Case(P=P, H=H, T=14, tau=tau, wire=wire) for tau, wire in itertools.product((0, 2), ("fp32", "e3m0"))]
+CASES = [Case(P=P, H=H, T=14, tau=tau, wire=wire) for tau, wire in ((0, "e3m0"), (2, "fp32"))]
 CASES.append(Case(P=P, H=H, T=14, tau=2, wire="e3m0", beta=0.5, weights="tokens_squared_per_step"))
 OF_SHARES = [
     Case(P=P, H=H, T=14, tau=0, wire="e3m0", combine="reduce_scatter:bf16"),

@@ -8,6 +8,7 @@ import pytest
 
 from diloco.cli.main import main
 from diloco.errors import UserError
+from diloco.files import require
 from diloco.scaling import judgement, parametric, power_laws
 from diloco.scaling.judgement import EXTRAPOLATED, EXTRAPOLATED_PARAMS
 from diloco.scaling.laws import Laws
@@ -105,6 +106,13 @@ def test_the_published_table_is_judged(capsys, monkeypatch, few_starts):
     for (_, replicas), (_, at_10b) in EXTRAPOLATED.items():
         if replicas:
             assert fits[ranked[0]](EXTRAPOLATED_PARAMS[1], replicas) == pytest.approx(at_10b, rel=0.025)
+
+
+def test_without_scipy_the_command_that_brings_it_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(parametric, "require", lambda module, *, extra: require("no_scipy", extra=extra))
+    with pytest.raises(SystemExit, match="2"):
+        main(["scaling", "fit"])
+    assert "run pip install 'diloco[scaling]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", list(FORMS))

@@ -46,6 +46,7 @@ def test_outer_steps_are_those_of_the_logs_own_rules(run: FleetRun) -> None:
     assert outcome.decided_seconds[0] == pytest.approx(np.median(exact.delays), rel=0.15)
 
 
+@pytest.mark.slow
 def test_late_replicas_and_the_others_do_not_take_turns() -> None:
     # They begin at different times. If those that were late decided as soon as a majority is there, each half
     # would leave out the other for ever: 9 of 16.
@@ -62,6 +63,7 @@ def test_with_no_failures_and_endless_links_nothing_is_lost() -> None:
     assert all(with_members(run, m, seconds=1e5).goodput == pytest.approx(1, abs=1e-3) for m in WITH_MEMBERS)
 
 
+@pytest.mark.slow
 def test_failures_cost_the_time_of_repair_and_what_was_not_saved() -> None:
     kind = replace(FAST, count=60, hours_between_failures=2, repair_seconds=600)
     run = replace(RUN, machines=(kind,), checkpoint_seconds=1e-9)

@@ -101,6 +101,7 @@ def test_a_run_equals_its_simulation_event_by_event(model, num_steps, seed, gbit
     np.testing.assert_allclose(model.run_seconds([gbit_s, 1e9], compute_SxM)[0], expected, rtol=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(models(), st.floats(0.5, 500))
 def test_the_steady_state_is_the_rate_of_a_long_run(model, gbit_s):

@@ -2,6 +2,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tests.training.runs import SHORT, run
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +17,15 @@ def folder(tmp_path_factory, small_corpus) -> Path:
 def streaming(folder, finished_run) -> Path:
     """The finished run, in that directory."""
     return shutil.copytree(finished_run, folder / "runs" / finished_run.name)
+
+
+@pytest.fixture(scope="session")
+def short(once, small_corpus) -> Path:
+    """A run of two replicas that nobody has stopped, to compare with those that somebody has."""
+
+    def train(folder: Path) -> None:
+        shutil.copy(small_corpus, folder / "text.jsonl")
+        done = run(folder, "--name", "short", *SHORT)
+        assert done.returncode == 0, done.stderr
+
+    return once("short_run", train) / "runs" / "short"

@@ -23,6 +23,9 @@ TIMEOUT_SECONDS = 200
 DILOCO = [sys.executable, "-m", "diloco"]
 
 BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT = ["--diloco.overlap-steps", "2", "7"]
+SHORT = ["--evaluation.every-steps", "30", "--evaluation.num-tokens", "2048"]
+SHORT += BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT
+"""A run of 60 steps, which saves every 20th."""
 
 
 def command(*flags: str) -> list[str]:

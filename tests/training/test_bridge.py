@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.engine.cases import parts_of
 from tests.processes import run_replicas
 from tests.rendezvous.replay import payload_of, replayed
 from tests.rendezvous.replicas import P, Replica, new_model, theta0
@@ -22,10 +23,6 @@ from tests.training.runs import lines, quick_config, summary
 import diloco
 from diloco.cli.main import main
 from diloco.engine.elastic import ElasticMembership
-from diloco.engine.parameters import FragmentParameters
-from diloco.engine.replica import Replica as Parts
-from diloco.engine.replica import outer_state
-from diloco.engine.settings import settings_of
 from diloco.errors import DisagreementError
 from diloco.outer.digest import parameters_hash
 from diloco.outer.nesterov import DelayedNesterov
@@ -42,24 +39,6 @@ PLAIN = "nesterov:lr=1,momentum=0"
 PACE = {"poll_seconds": 0.01, "timeout_seconds": 20.0, "snapshot_rounds": 1000}
 
 
-def parts(*, combine: str = "gather", **settings) -> Parts:
-    model = new_model()
-    timing = {name: settings.pop(name) for name in ("sync_every", "overlap_steps")}
-    of_engine = settings_of(
-        model,
-        fragments=diloco.sequential(model, layers_per_fragment=1),
-        schedule_for=lambda num_fragments: diloco.Schedule(num_fragments=num_fragments, **timing),
-        combine=combine,
-        error_feedback=None,
-        seed=0,
-        buffers="own",
-        weights="equal",
-        **settings,
-    )
-    parameters = FragmentParameters(model, of_engine.fragments)
-    return Parts(of_engine, parameters, outer_state(of_engine, parameters, offload=False))
-
-
 def trainer(folder: Path, region: str, name: str = "r", **settings) -> Replica:
     """A replica of a region, towards targets of the region's own."""
     target = 10 * ("eu", "us").index(region)
@@ -73,7 +52,7 @@ def bridge_of(
 ) -> Bridge:
     """A bridge that sends every second round of its region; `between` is the outer run's rule."""
     inside = diloco.StoreRendezvous(str(folder / region), name=region, bridge=region, **PACE)
-    of_region = parts(**({"wire": "fp32", "outer": None} | settings), mixing=0.5, sync_every=6, overlap_steps=0)
+    of_region = parts_of(new_model(), mixing=0.5, sync_every=6, overlap_steps=0, **settings)
     return joined(folder, Region(of_region, inside), region, outer=between, quorum=quorum)
 
 
@@ -88,14 +67,17 @@ def joined(
     between = diloco.StoreRendezvous(str(folder / "outer"), name=name, quorum=quorum, **PACE)
     pace = between._pace
     between._pace = lambda sync_every: replace(pace(sync_every), drain_seconds=0.4)
-    of_outer = parts(wire="fp32", outer=outer, mixing=0.0, sync_every=2 * P, overlap_steps=1)
+    of_outer = parts_of(new_model(), outer=outer, mixing=0.0, sync_every=2 * P, overlap_steps=1)
     return Bridge(inside, of_outer, between, folder / "notes" / name)
 
 
-def vanish(bridge: Bridge) -> None:
-    """End as a killed process does."""
-    for membership in (bridge.region, bridge.outer):
-        membership.rendezvous.abort("the test has ended it")
+def vanish(*lives: Replica | Bridge) -> None:
+    """End as killed processes do."""
+    for life in lives:
+        for rendezvous in (
+            [life.exchange] if isinstance(life, Replica) else [life.region.rendezvous, life.outer.rendezvous]
+        ):
+            rendezvous.abort("the test has ended it")
 
 
 def until(condition: Callable[[], bool], *lives: Replica | Bridge) -> None:
@@ -105,6 +87,12 @@ def until(condition: Callable[[], bool], *lives: Replica | Bridge) -> None:
         for life in lives:
             life.step()
         time.sleep(0.003)
+
+
+def until_all_move(rounds: Callable[[], Sequence[int]], *lives: Replica | Bridge) -> None:
+    """Let them step until there was an outer step of each fragment."""
+    before = list(rounds())
+    until(lambda: all(map(int.__lt__, before, rounds())), *lives)
 
 
 def shifts(folder: Path, region: str) -> list[dict]:
@@ -139,7 +127,8 @@ def check_conserved(bridge: Bridge, folder: Path, *, mu: float = 0.9, eta: float
         np.testing.assert_allclose(sent + learnt + apart - move, 0, atol=2e-5)
 
 
-@pytest.mark.parametrize("combine", ["gather", pytest.param("reduce_scatter", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
 def test_two_regions_of_two_replicas_train_one_model(combine: str, tmp_path: Path) -> None:
     settings = {"combine": combine, "num_shares": 2} if combine != "gather" else {}
     replicas = [trainer(tmp_path, region, name, **settings) for region in ("eu", "us") for name in "ab"]
@@ -172,10 +161,7 @@ def test_two_regions_of_two_replicas_train_one_model(combine: str, tmp_path: Pat
         for p in set(range(P)) - bridge.outer.in_flight.keys():
             bridge._follow()
             np.testing.assert_array_equal(bridge.outer.replica.parameters.flat(p), bridge.region.vector(p))
-    for replica in replicas:
-        replica.vanish()
-    for bridge in bridges:
-        vanish(bridge)
+    vanish(*replicas, *bridges)
 
 
 def test_a_region_alone_goes_its_own_way(tmp_path: Path) -> None:
@@ -184,8 +170,7 @@ def test_a_region_alone_goes_its_own_way(tmp_path: Path) -> None:
     check_conserved(bridge, tmp_path, mu=0.0, eta=1.0)
     moves = [c["norm"] for c in replayed(tmp_path / "outer", theta0(), mu=0.0, eta=1.0).contributions]
     assert max(moves) > 0.5 and all(c["norm"] < 1e-5 for c in shifts(tmp_path, "eu")), "its Θ is the outer Θ"
-    replica.vanish()
-    vanish(bridge)
+    vanish(replica, bridge)
 
 
 @pytest.mark.slow
@@ -195,8 +180,7 @@ def test_a_rule_counts_averages_and_no_shifts(tmp_path: Path, monkeypatch: pytes
     until(
         lambda: all(1 < log.num_shifts < log.round - 3 for log in bridge.region.state.fragments), replica, bridge
     )
-    replica.vanish()
-    vanish(bridge)
+    vanish(replica, bridge)
     of_rule = DelayedNesterov.on_average
 
     def noting(rule, fragment, average, sync, cohort) -> None:
@@ -217,17 +201,12 @@ def test_a_bridge_comes_back_to_an_outer_run_that_waits_for_all(tmp_path: Path) 
     bridge, other = (bridge_of(tmp_path, region, quorum="all") for region in ("eu", "us"))
     until(lambda: min(bridge.outer.rounds) >= 1 and bridge.outer.in_flight, *replicas, bridge, other)
     vanish(bridge)
-    rounds = list(replicas[1].rounds)
-    until(lambda: all(map(int.__lt__, rounds, replicas[1].rounds)), *replicas, other)
+    until_all_move(lambda: replicas[1].rounds, *replicas, other)
     again = bridge_of(tmp_path, "eu", quorum="all")
-    rounds = list(again.outer.rounds)
-    until(lambda: all(map(int.__lt__, rounds, again.outer.rounds)), *replicas, again, other)
+    until_all_move(lambda: again.outer.rounds, *replicas, again, other)
     check_conserved(again, tmp_path)
     check_conserved(other, tmp_path)
-    for replica in replicas:
-        replica.vanish()
-    vanish(again)
-    vanish(other)
+    vanish(*replicas, again, other)
 
 
 class CrashError(Exception):
@@ -253,25 +232,21 @@ def test_a_bridge_that_dies_goes_on_and_nothing_is_lost_or_counted_twice(
             patch.setattr(Region, "shift", dies(Region.shift, first=moment == "before the shift"))
             until(lambda: False, *replicas, bridge, other)
     vanish(bridge)
-    before, rounds = len(shifts(tmp_path, "eu")), list(other.outer.rounds)
-    until(lambda: all(map(int.__lt__, rounds, other.outer.rounds)), *replicas, other)
+    before = len(shifts(tmp_path, "eu"))
+    until_all_move(lambda: other.outer.rounds, *replicas, other)
     if moment == "without notes":
         for note in (tmp_path / "notes" / "eu").iterdir():
             note.unlink()
     again = bridge_of(tmp_path, "eu")
     assert len(shifts(tmp_path, "eu")) > before, "what the other region has learnt meanwhile"
-    rounds = list(again.outer.rounds)
-    until(lambda: all(map(int.__lt__, rounds, again.outer.rounds)), *replicas, again, other)
+    until_all_move(lambda: again.outer.rounds, *replicas, again, other)
     if moment == "without notes":
         with pytest.raises(AssertionError, match="Not equal to tolerance"):
             check_conserved(again, tmp_path)
     else:
         check_conserved(again, tmp_path)
     check_conserved(other, tmp_path)
-    for replica in replicas:
-        replica.vanish()
-    vanish(again)
-    vanish(other)
+    vanish(*replicas, again, other)
 
 
 def dies(shift: Callable[..., bool], *, first: bool) -> Callable[..., bool]:
@@ -285,6 +260,7 @@ def dies(shift: Callable[..., bool], *, first: bool) -> Callable[..., bool]:
     return dying
 
 
+@pytest.mark.slow
 def test_a_region_that_ends_sends_what_is_not_counted_and_the_last_closes_the_outer_run(tmp_path: Path) -> None:
     replicas = [trainer(tmp_path, region) for region in ("eu", "us")]
     bridges = [bridge_of(tmp_path, region) for region in ("eu", "us")]
@@ -307,20 +283,18 @@ def test_a_region_that_ended_without_its_bridge_is_sent_when_that_is_back(tmp_pa
     bridge, other = (bridge_of(tmp_path, region) for region in ("eu", "us"))
     until(lambda: min(bridge.outer.rounds) >= 1 and bridge.outer.in_flight, *replicas, bridge, other)
     vanish(bridge)
-    rounds = list(replicas[0].rounds)
-    until(lambda: all(map(int.__lt__, rounds, replicas[0].rounds)), *replicas, other)
+    until_all_move(lambda: replicas[0].rounds, *replicas, other)
     replicas[0].seen(replicas[0].engine.finish(flush=True, close=True))
     replicas[0].exchange.leave()
     replay = checked(str(tmp_path / "eu"), initial=lambda facts: dict(new_model().named_parameters()))
-    parameters = parts(wire="fp32", outer=None, mixing=0.0, sync_every=6, overlap_steps=0).parameters
+    parameters = parts_of(new_model(), mixing=0.0, sync_every=6, overlap_steps=0).parameters
     vectors = [parameters.flat_of(p, replay.parameters()) for p in range(P)]
     back = joined(tmp_path, ClosedRegion(replay, vectors), "eu")
     back.finish()
     check_conserved(back, tmp_path)
     assert not back.outer.uncounted_fragments() and not back.outer.rendezvous.state.closed, "the other goes on"
     back.outer.rendezvous.leave()
-    replicas[1].vanish()
-    vanish(other)
+    vanish(replicas[1], other)
 
 
 def test_a_region_with_another_tokenizer_is_refused(tmp_path, small_corpus, monkeypatch) -> None:

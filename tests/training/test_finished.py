@@ -67,6 +67,7 @@ def test_the_average_is_between_the_replicas(finished_run, tmp_path):
     assert not all(torch.equal(one[name], apart[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["diloco", "data_parallel"])
 def test_parameters_that_were_trained_in_bfloat16_are_read(small_corpus, tmp_path, method):
     """Two replicas, which differ after their last outer step unless the method is Data-Parallel."""

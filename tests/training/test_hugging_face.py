@@ -38,6 +38,7 @@ def transformers():
 
 PROMPT = "the cat "
 SHORT = ["--num-tokens", "10240", "--diloco.sync-every", "5", "--checkpoint.every-steps", "10"]
+SHORT += ["--evaluation.num-tokens", "2048"]
 
 
 IMPORTS = ("transformers.models.gpt2.modeling_gpt2", "peft", "torch.utils.tensorboard", "diloco.training.loop")

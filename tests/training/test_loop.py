@@ -5,9 +5,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import truediv
 from pathlib import Path
@@ -17,14 +15,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.run as launcher
 from tests.ports import free_port
-from tests.processes import Program, program, run_main
+from tests.processes import Program, program
 from tests.sockets import family_of, listening
 from tests.training.cases import rate
 from tests.training.runs import (
-    BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT,
     DILOCO,
+    SHORT,
     TIMEOUT_SECONDS,
     command,
     lines,
@@ -129,11 +126,10 @@ def test_the_time_adds_up(streaming):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_bit_for_bit(folder, streaming):
+def test_a_killed_run_goes_on_bit_for_bit(folder, short):
     killed = folder / "runs" / "killed"
-    flags = ["--num-tokens", "61440", *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT]
-    with started(folder, "--name", killed.name, *flags) as process:
-        victim = wait_for_step(process, killed, step=45)
+    with started(folder, "--name", killed.name, *SHORT) as process:
+        victim = wait_for_step(process, killed, step=25)
         assert {str(address) for address, _ in listening(*family_of(process.pid))} == {"127.0.0.1"}
         os.kill(victim, signal.SIGKILL)
         done = process.wait(60)
@@ -141,36 +137,18 @@ def test_a_killed_run_goes_on_bit_for_bit(folder, streaming):
     sentence = r"diloco: replica \d was killed by SIGKILL .*; go on from step \d0 with: "
     expected = rf"{sentence}.* --resume runs/{killed.name}\n"
     assert re.fullmatch(expected, done.stderr)
-    assert len(lines(killed, 0)) < len(lines(streaming, 0))
+    assert len(lines(killed, 0)) < len(lines(short, 0))
 
     again = run(folder, "--resume", str(killed))
     assert again.returncode == 0, again.stderr
     for replica in (0, 1):
-        assert_equal(final_state(streaming, replica), final_state(killed, replica))
+        assert_equal(final_state(short, replica), final_state(killed, replica))
         whole, resumed = (
-            [(line["loss"], line.get("mean_loss")) for line in lines(path, replica)]
-            for path in (streaming, killed)
+            [(line["loss"], line.get("mean_loss")) for line in lines(path, replica)] for path in (short, killed)
         )
         assert whole == resumed
     same = ("outer_hash", "eval_loss", "bytes_sent_per_replica")
-    assert [summary(streaming)[name] for name in same] == [summary(killed)[name] for name in same]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("outer", "merge"), [("eager:lr=0.5", "translate"), ("rda:restart_every=2", "taylor")])
-def test_a_killed_run_goes_on_bit_for_bit_with_other_rules(outer, merge, folder):
-    name, runs = outer.partition(":")[0], folder / "runs"
-    flags = ["--num-tokens", "30720", "--diloco.outer", outer, "--diloco.merge", merge]
-    flags += BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT
-    whole = run(folder, "--name", f"{name}-whole", *flags)
-    assert whole.returncode == 0, whole.stderr
-    with started(folder, "--name", f"{name}-killed", *flags) as process:
-        os.kill(wait_for_step(process, runs / f"{name}-killed", step=45), signal.SIGKILL)
-        assert process.wait(60).returncode == 1
-    again = run(folder, "--resume", str(runs / f"{name}-killed"))
-    assert again.returncode == 0, again.stderr
-    for replica in (0, 1):
-        assert_equal(*(final_state(runs / f"{name}-{way}", replica) for way in ("whole", "killed")))
+    assert [summary(short)[name] for name in same] == [summary(killed)[name] for name in same]
 
 
 def wait_for_step(process: Program, run: Path, step: int) -> int:
@@ -272,37 +250,6 @@ def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch, steps_ahead
 
 
 @pytest.mark.slow
-def test_two_machines_with_their_own_disks_train_together(folder, streaming):
-    """Two launchers, each with one replica and a directory of its own, end with the bits of one machine."""
-    machines = [folder / f"machine-{m}" for m in (0, 1)]
-    for machine in machines:
-        machine.mkdir()
-        shutil.copy(folder / "text.jsonl", machine)
-    flags = ["--num-tokens", "61440", *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT]
-    processes = on_two_machines(machines, "--name", "far", *flags)
-    for process in processes:
-        assert process.returncode == 0, process.stderr
-    assert [process.stderr.count("of every network interface of 127.0.0.1") for process in processes] == [1, 0]
-    outer_hash = summary(machines[0] / "runs" / "far")["outer_hash"]
-    assert outer_hash == summary(streaming)["outer_hash"]
-    for machine, process in enumerate(processes):
-        start, *_, last = process.stdout.partition("\n\n")[0].splitlines()
-        assert start.startswith(f"start replica {machine} of 2, which "), process.stdout
-        assert re.search(rf"^replica {machine}  step 120/120  loss [\d.]+  ", process.stdout, re.MULTILINE), (
-            process.stdout
-        )
-        assert re.search(r"^held-out loss +[\d.]+ ± ", process.stdout, re.MULTILINE)
-        assert re.search(rf"^outer hash +{outer_hash[:16]}$", process.stdout, re.MULTILINE)
-        assert last.startswith("files                runs/far")
-    assert "The model writes" in processes[0].stdout and "this machine's metrics and" in processes[1].stdout
-    commands = "next: diloco report runs/far, diloco chat runs/far --serve"
-    assert processes[0].stdout.splitlines()[-1] == commands and "next:" not in processes[1].stdout
-    assert not (machines[1] / "runs" / "far" / "summary.json").exists()
-    mine, theirs = (read_config(machine / "runs" / "far") for machine in machines)
-    assert replace(mine, runs=theirs.runs, data=theirs.data) == theirs
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_machine_alone_says_at_once_whom_it_waits_for(rank, folder, tmp_path):
     port, begin = free_port(), time.monotonic()
@@ -319,19 +266,6 @@ def test_a_machine_alone_says_at_once_whom_it_waits_for(rank, folder, tmp_path):
     other = "replica 1" if rank == 0 else f"replica 0 at {where}"
     assert re.search(rf"^waiting for {other}, up to \d s more …$", ended.stderr, re.MULTILINE), ended.stderr
     assert "did not arrive" in ended.stderr and ended.returncode == ExchangeError.exit_code
-
-
-def on_two_machines(machines: list[Path], *flags: str) -> list[subprocess.CompletedProcess[str]]:
-    address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-
-    def torchrun(rank: int) -> subprocess.CompletedProcess[str]:
-        arguments = ["--nnodes", "2", "--nproc-per-node", "1", *address, "--node-rank", str(rank)]
-        arguments += ["-m", *command(*flags)[2:]]
-        options = {"folder": machines[rank], "timeout_seconds": TIMEOUT_SECONDS, "GLOO_SOCKET_IFNAME": "lo"}
-        return run_main(launcher.main, arguments, **options)
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(torchrun, (0, 1)))
 
 
 @pytest.mark.slow

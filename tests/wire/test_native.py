@@ -150,7 +150,6 @@ def test_native_code_is_sound_under_the_sanitizers(sanitizer, tmp_path):
         f"-fsanitize={sanitizer}",
         "-fno-sanitize-recover=all",
         "-pthread",
-        "-g",
         "-std=c11",
         "-ffp-contract=off",
     ]

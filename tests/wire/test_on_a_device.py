@@ -43,6 +43,7 @@ def without_a_wait(specs: list[str]) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_every_codec_encodes_and_decodes_without_a_wait_and_with_the_bits_of_a_cpu():
     assert run_replicas(without_a_wait, 1, [*NAMES, *STOCHASTIC_SPECS, *SPARSE_SPECS]) == [[]]
 

@@ -12,8 +12,8 @@ import socket
 import subprocess
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, metadata, version
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, metadata, packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -216,8 +216,10 @@ def _extras() -> Iterator[Finding]:
     there = [extra for extra, some in names.items() if all(map(_is_installed, some))]
     if there:
         yield Finding("extras", "good", ", ".join(there))
+    modules = _modules()
     for extra in (extra for extra in _IMPORTED if extra in there):
-        yield from (Finding(extra, "broken", fault) for one in sorted(names[extra]) if (fault := _fault(one)))
+        faults = (_fault(one, modules.get(one.lower(), [])) for one in sorted(names[extra]))
+        yield from (Finding(extra, "broken", fault) for fault in faults if fault)
     if absent := [extra for extra in names if extra not in there]:
         yield Finding("extras", "absent", f"{', '.join(absent)}: run pip install 'diloco[NAME]'")
 
@@ -241,10 +243,20 @@ def _is_installed(distribution: str) -> bool:
         return False
 
 
-def _fault(distribution: str) -> str:
+def _modules() -> dict[str, list[str]]:
+    """The public modules of each installed library, which may have other names: pyyaml has yaml."""
+    modules: dict[str, list[str]] = {}
+    for module, distributions in packages_distributions().items():
+        for distribution in () if module.startswith("_") else distributions:
+            modules.setdefault(distribution.lower(), []).append(module)
+    return modules
+
+
+def _fault(distribution: str, modules: Sequence[str]) -> str:
     """The reason why a library that is installed can't be imported; empty if it can."""
     try:
-        importlib.import_module(distribution.replace("-", "_"))
+        for module in modules:
+            importlib.import_module(module)
     except Exception as error:
         return f"{distribution}, {_reason(error)}: run pip install --force-reinstall {distribution}"
     return ""

@@ -39,7 +39,7 @@ from diloco.rendezvous.contract import (
 )
 from diloco.rendezvous.log.entries import MOST_LOSS
 from diloco.rendezvous.objects import decided_average, norms_of
-from diloco.schedule import Sync
+from diloco.schedule import Sync, least_steps
 from diloco.wire.kernels.memory import empty
 
 
@@ -124,7 +124,7 @@ class ElasticMembership(Membership):
         self._catch_up()
         self._sync_every = schedule.sync_every
         self._next_send = [schedule.send_step(p) for p in range(num_fragments)]
-        self._min_steps = schedule.sync_every if self._waits else max(1, schedule.sync_every // 4)
+        self._min_steps = schedule.sync_every if self._waits else least_steps(schedule.sync_every)
         self._must_load = self._waits and any(self.rounds)
         self._translation: dict[int, Tensor | None] = {}
         """For each fragment the Θ that a checkpoint knew; None to take the run's."""

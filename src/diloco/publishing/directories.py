@@ -40,7 +40,10 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, bytes]]:
         return _tensors(path), {}
     weights = next((path / name for name in _WEIGHTS if (path / name).is_file()), None)
     if weights is None:
-        raise UserError(f"{path} is no checkpoint: give a file of safetensors, or a directory with {_WEIGHTS[0]}")
+        raise UserError(
+            f"{path} is no checkpoint: give a file of safetensors, such as a run's outer.safetensors, or a "
+            f"directory with {_WEIGHTS[0]}"
+        )
     tensors = dict[str, Tensor]()
     parts = [weights] if weights.suffix == ".safetensors" else _parts(weights)
     for part in parts:

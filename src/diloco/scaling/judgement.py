@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from diloco.errors import UserError
+from diloco.errors import MissingLibraryError, UserError
 from diloco.published import rows
 from diloco.scaling.laws import Kind, Laws
 from diloco.scaling.parametric import FORMS, PUBLISHED_RESIDUALS, ParametricFit, fit_parametric
@@ -53,6 +53,9 @@ def forms(laws: Laws) -> tuple[list[tuple[ParametricFit, Residual]], dict[str, s
 
     The fits were selected at the largest size, so that their residuals are no test errors. Data-Parallel alone has
     no forms.
+
+    Raises:
+        MissingLibraryError: without the extra `scaling`.
     """
     best, fits, refused = _with_replicas(laws), {}, {}
     if not best:
@@ -61,6 +64,8 @@ def forms(laws: Laws) -> tuple[list[tuple[ParametricFit, Residual]], dict[str, s
     for name, form in FORMS.items():
         try:
             fits[name] = fit_parametric(form, *columns)
+        except MissingLibraryError:
+            raise
         except UserError as error:
             refused[name] = str(error)
     left_out = _largest(laws)

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from diloco.errors import UserError
 from diloco.rendezvous.log.run import last_recent, least_payloads
 from diloco.rendezvous.prices import run_traffic
+from diloco.schedule import least_steps
 from diloco.simulator.fleet import FleetRun, Floats, Machines, Mask, Outcome
 
 Places: TypeAlias = NDArray[np.intp]
@@ -97,7 +98,7 @@ class _Fleet:
         self.notice_M = run.each([kind.notice_seconds for kind in kinds])
         self.longest_poll_seconds = run.longest_poll_seconds
         self.patience = run.sync_every if run.patience is None else run.patience
-        self.most_early_M = (run.sync_every - max(1, run.sync_every // 4)) * self.pace_M
+        self.most_early_M = (run.sync_every - least_steps(run.sync_every)) * self.pace_M
         self.event_M = self._lives(self.mean_up_M)
         """The time at which each replica fails, or at which it joins again if it is gone."""
         self.since_M = np.zeros(num_replicas)

@@ -23,6 +23,7 @@ def experiments(request):
     return {name: experiment(name, tier) for name in EXPERIMENTS}
 
 
+@pytest.mark.slow
 def test_every_run_can_be_started(experiments, tmp_path):
     runs = [run for one in experiments.values() for run in one.runs]
     assert all("seed" in run.labels for run in runs)

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from tests.experiments.runner.machines import FakeMachine, tiny_config
+from tests.experiments.runner.machines import FakeMachine, be_job_of_short_samples, tiny_config
 
 from diloco.experiments.papers import experiment
 from diloco.experiments.papers.comparison import finished
@@ -31,8 +31,11 @@ def test_the_loss_is_known_after_three_quarters_of_a_run_whose_steps_four_may_no
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["few_outer_steps", "inner_optimizers"])
-def test_every_rule_and_optimizer_trains_and_has_its_place_in_table_and_figure(name, small_corpus, tmp_path):
+def test_every_rule_and_optimizer_trains_and_has_its_place_in_table_and_figure(
+    name, small_corpus, tmp_path, monkeypatch
+):
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr("diloco.experiments.runner.job._be_job", be_job_of_short_samples)
     from diloco.report.figures.drawing import draw_experiment
 
     tier = small()

@@ -9,6 +9,7 @@ from typing import Any
 
 from diloco.data.config import DataConfig
 from diloco.experiments.runner.grid import LabelledRun
+from diloco.experiments.runner.job import Job, _be_job
 from diloco.training.config.config import CheckpointConfig, TrainConfig
 from diloco.training.config.engine_settings import outer_rate
 from diloco.training.config.recipes import recipe
@@ -38,6 +39,14 @@ def labelled_runs(corpus: Path, cache: Path) -> list[LabelledRun]:
         LabelledRun(labels={"kind": kind}, config=config, at_step=HALF if kind == "two" else None)
         for kind, config in configs.items()
     ]
+
+
+def be_job_of_short_samples(job: Job) -> dict[str, Any]:
+    """Be the process of a job; the samples of a tiny run take two fifths of its time."""
+    from diloco.training.records import samples
+
+    samples._NUM_TOKENS = 16
+    return _be_job(job)
 
 
 class FakeMachine:

@@ -16,7 +16,6 @@ from diloco.data.prepare import PrepareProgress, ProgressCallback
 from diloco.data.shards import read_index, total
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rules import rules_of
-from diloco.report.runs import summary_facts, with_meaning
 from diloco.report.setup import learning_rate_text
 from diloco.report.text import duration, megabytes
 from diloco.schema import converted
@@ -208,6 +207,8 @@ def print_outcome(config: TrainConfig, outcome: Outcome | None, console: Console
         console: to print to.
         rank: the process's number among all.
     """
+    from diloco.report.runs import summary_facts, with_meaning  # with the charts, which no start needs
+
     facts = {} if outcome is None else summary_facts(converted(outcome.summary, Summary, source="the summary"))
     files = str(config.directory)
     if rank:

@@ -37,7 +37,7 @@ def section_view(section: Section) -> RenderableType:
             facts.add_row(Text(name), Text(value))
         parts.append(facts)
     if section.table is not None:
-        table = Table(box=None, header_style="bold")
+        table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
         shown = [index for index, name in enumerate(section.table.columns) if name not in _WITHOUT_ROOM]
         for index in shown:
             table.add_column(

@@ -5,7 +5,7 @@ The model of any of them may be another: a causal language model of `transformer
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco.data.tokenizers import FILES
 from diloco.errors import UserError
@@ -13,8 +13,6 @@ from diloco.files import expanded
 from diloco.models.decoder_config import LADDER, SEQUENCE_LENGTH, DecoderConfig, ladder
 from diloco.models.hugging_face_config import HuggingFaceConfig, hugging_face_model
 from diloco.presets import Method
-from diloco.scaling.hyperparameters import hyperparameters
-from diloco.scaling.laws import Kind
 from diloco.training.config.config import (
     CheckpointConfig,
     DilocoConfig,
@@ -22,6 +20,9 @@ from diloco.training.config.config import (
     OptimizerConfig,
     TrainConfig,
 )
+
+if TYPE_CHECKING:
+    from diloco.scaling.laws import Kind
 
 
 def laptop() -> TrainConfig:
@@ -52,7 +53,7 @@ def tiny() -> TrainConfig:
 
 
 def scaling_laws(
-    scale: str, num_replicas: int = 2, method: Method = TrainConfig.method, *, fit: Kind | None = None
+    scale: str, num_replicas: int = 2, method: Method = TrainConfig.method, *, fit: "Kind | None" = None
 ) -> TrainConfig:
     """A size of arXiv 2503.09799, 20 tokens a parameter, at the `hyperparameters` of a method and M.
 
@@ -65,6 +66,9 @@ def scaling_laws(
         method: Data-Parallel has laws of its own.
         fit: of the laws, as `hyperparameters` takes it.
     """
+    # With the tables of the laws, which no other recipe needs.
+    from diloco.scaling.hyperparameters import hyperparameters
+
     model = ladder(scale)
     num_params = model.num_matrix_params
     tuned = hyperparameters(method, num_params, num_replicas, fit=fit)

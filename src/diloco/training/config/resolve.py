@@ -4,7 +4,7 @@ import json
 import math
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -285,8 +285,8 @@ class TextFacts:
     """Tokens of the training text, as far as it is read."""
     vocab_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
     """Number of tokens in its tokenizer's vocabulary."""
-    tokenizer_digest: str = field(default="", compare=False)
-    """`Tokenizer.digest` of its tokenizer, which the regions of an outer run share; empty in older records."""
+    tokenizer_digest: str
+    """`Tokenizer.digest` of its tokenizer, which the regions of an outer run share."""
 
     @property
     def shared(self) -> dict[str, Any]:
