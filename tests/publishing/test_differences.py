@@ -117,6 +117,20 @@ def test_whole_chunks_have_the_same_bytes_in_both_forms(density):
     assert len(bodies) == 1
 
 
+def test_a_gap_of_more_than_16_bits_has_the_same_bytes_in_both_forms():
+    old, bodies = np.zeros(cells.CHUNK, np.uint16), set()
+    new = old.copy()
+    new[[3, -1]] = 1
+    for name in IMPLEMENTATIONS:
+        body = np.empty(old.nbytes + cells.SLACK, np.uint8)
+        with implementation(name):
+            lengths = cells.encode(old, new, body)
+            bodies.add(bytes(body[: sum(lengths)]))
+            cells.decode(lengths, body.data[: sum(lengths)], state := old.copy())
+        assert (state == new).all()
+    assert len(bodies) == 1
+
+
 @settings(max_examples=100)
 @given(states=pairs(), seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_a_damaged_difference_is_refused_or_means_one_thing_and_never_half_of_it(states, seed, data):
