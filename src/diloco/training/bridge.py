@@ -145,9 +145,10 @@ class Region(ElasticMembership):
         return self.rendezvous.state
 
     @property
-    def tokens(self) -> int:
-        """Tokens that the region has counted, on average over the fragments."""
-        return self.rendezvous.counted_tokens // len(self.rounds)
+    def progress(self) -> tuple[int, int]:
+        """Tokens, on average over the fragments, and outer steps of the region that Θ_r has taken."""
+        tokens, num_outer = self.rendezvous.counted
+        return tokens // len(self.rounds), num_outer
 
     @property
     def is_closed(self) -> bool:
@@ -187,8 +188,8 @@ class ClosedRegion:
         self.state, self.rounds = replay.state, [log.round for log in replay.state.fragments]
         self.run, self.vector = replay.state.run, vectors.__getitem__
         own = (member.slot for member in replay.state.members if member.name == replay.state.rules.bridge)
-        self.slot = max(own, default=0)
-        self.tokens = replay.state.tokens // len(vectors)
+        self.slot = max(own, default=-1)  # of a bridge that has not joined it
+        self.progress = replay.state.tokens // len(vectors), replay.state.num_outer
 
 
 def shifted(region: Region | ClosedRegion, p: int) -> int:
@@ -272,9 +273,8 @@ class Bridge:
 
     def _count(self) -> None:
         """Count the region's outer steps as inner steps of the outer run."""
-        replica = self.outer.replica
-        replica.num_steps = max(replica.num_steps, self.region.state.num_outer)
-        replica.tokens = max(replica.tokens, self.region.tokens)
+        replica, (tokens, num_outer) = self.outer.replica, self.region.progress
+        replica.num_steps, replica.tokens = max(replica.num_steps, num_outer), max(replica.tokens, tokens)
 
     def _follow(self) -> None:
         """θ_p ← Θ_r,p + s_p, where no outer gradient of p is on its way."""

@@ -115,7 +115,7 @@ class ElasticProgress:
             round(num_fragments * uncounted_tokens(engine)) + num_fragments * ahead
         )  # a whole number, P times `uncounted`
         others = num_others * min(own, num_fragments * self._most_steps * self._own_tokens)
-        return (self._rendezvous.counted_tokens + own + others) // num_fragments
+        return (self._rendezvous.counted[0] + own + others) // num_fragments
 
 
 class Synchronizer(Protocol):

@@ -236,6 +236,8 @@ class RunState:
     positions: dict[Count, Count] = field(default_factory=dict)
     """The place that is reached in each slot of the text, in tokens."""
     fragments: tuple[FragmentLog, ...]
+    is_complete: bool = False
+    """True from the entry on at which so many replicas were present that the first inner step may be taken."""
     num_outer: Count = 0
     """Outer entries that are no shifts."""
     tokens: Count = 0
@@ -288,20 +290,10 @@ class RunState:
         return tuple(replica for replica in range(len(self.members)) if self.is_active(replica))
 
     @property
-    def names(self) -> frozenset[str]:
-        """The names of all replicas that have joined, but for the bridge's."""
-        return frozenset(member.name for member in self.members) - {self.rules.bridge}
-
-    @property
     def present(self) -> frozenset[str]:
         """The names of the replicas that have joined and not left, but for the bridge's."""
         names = frozenset(member.name for member in self.members if not (member.left or member.fenced))
         return names - {self.rules.bridge}
-
-    @property
-    def is_complete(self) -> bool:
-        """True if so many replicas have joined that the first inner step may be taken; a name counts once."""
-        return len(self.names) >= self.rules.num_replicas
 
     def free_slot(self, name: str) -> int | None:
         """The slot that a joiner gets; None if active replicas hold all.
@@ -561,7 +553,8 @@ class RunState:
             joined=joined,
             last_outer=joined,
         )
-        return replace(state, members=(*state.members, member))
+        state = replace(state, members=(*state.members, member))
+        return replace(state, is_complete=state.is_complete or len(state.present) >= self.rules.num_replicas)
 
     def _fencing(self, are_fenced: Iterable[bool]) -> "RunState":
         """The state with more replicas fenced, from a bool for each."""
