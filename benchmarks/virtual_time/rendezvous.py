@@ -153,10 +153,11 @@ class Seat:
         return self.state.members[self.replica].start
 
     @property
-    def counted_tokens(self) -> int:
-        """Tokens of the outer steps that this replica has taken: P times those of the run."""
-        not_taken = (body for body in self.log.entries if body.round > self.rounds[body.fragment])
-        return self.state.tokens - sum(c.tokens for body in not_taken for c in body.contributions)
+    def counted(self) -> tuple[int, int]:
+        """Tokens of the outer steps that this replica has taken, P times those of the run; and their number."""
+        not_taken = [body for body in self.log.entries if body.round > self.rounds[body.fragment]]
+        tokens = sum(c.tokens for body in not_taken for c in body.contributions)
+        return self.state.tokens - tokens, self.state.num_outer - len(not_taken)
 
     def join(self, facts: Mapping[str, Any], form: Form, *, sync_every: int) -> Joined:
         del sync_every

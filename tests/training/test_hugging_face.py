@@ -147,6 +147,7 @@ def test_the_export_computes_the_runs_logits_and_writes_its_text(runs, tmp_path,
     assert prompt[0, 0] == 256
     with torch.no_grad():
         assert torch.equal(theirs(prompt).logits, ours(prompt))
+    capsys.readouterr()  # of libraries that transformers imports
     main(["generate", str(directory), "--prompt", PROMPT, "--max-tokens", "30", "--temperature", "0"])
     ids = theirs.generate(prompt, max_new_tokens=30, do_sample=False, pad_token_id=256)[0]
     assert capsys.readouterr().out == tokenizer.decode(ids, skip_special_tokens=True) + "\n"
