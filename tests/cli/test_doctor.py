@@ -80,7 +80,9 @@ def test_a_part_with_two_faults_is_named_once(capsys, monkeypatch):
     assert printed.out.count("! store") == 2 and printed.err == "diloco: store can't work as it is\n"
 
 
-def test_the_libraries_of_the_trainer_and_of_stores_work_under_the_names_of_their_modules(capsys, about):
+def test_the_libraries_of_the_trainer_and_of_stores_work_under_the_names_of_their_modules(
+    capsys, about, monkeypatch
+):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     about["Provides-Extra"] = "train"
     for extra in ("train", "store"):
@@ -91,6 +93,10 @@ def test_the_libraries_of_the_trainer_and_of_stores_work_under_the_names_of_thei
     assert findings["extras"]["text"] == "store, train" and "broken" not in {
         one["state"] for one in findings.values()
     }
+    for module in ("huggingface_hub", "yaml"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            assert module in parts(capsys)["train"]["text"]
 
 
 def test_the_versions_of_torch_are_those_of_the_page_on_versions():

@@ -218,7 +218,7 @@ def _extras() -> Iterator[Finding]:
         yield Finding("extras", "good", ", ".join(there))
     modules = _modules()
     for extra in (extra for extra in _IMPORTED if extra in there):
-        faults = (_fault(one, modules.get(one.lower(), [])) for one in sorted(names[extra]))
+        faults = (_fault(one, modules.get(_normal(one), [])) for one in sorted(names[extra]))
         yield from (Finding(extra, "broken", fault) for fault in faults if fault)
     if absent := [extra for extra in names if extra not in there]:
         yield Finding("extras", "absent", f"{', '.join(absent)}: run pip install 'diloco[NAME]'")
@@ -247,9 +247,14 @@ def _modules() -> dict[str, list[str]]:
     """The public modules of each installed library, which may have other names: pyyaml has yaml."""
     modules: dict[str, list[str]] = {}
     for module, distributions in packages_distributions().items():
-        for distribution in () if module.startswith("_") else distributions:
-            modules.setdefault(distribution.lower(), []).append(module)
+        for distribution in distributions if module.isidentifier() and module[0] != "_" else ():
+            modules.setdefault(_normal(distribution), []).append(module)
     return modules
+
+
+def _normal(distribution: str) -> str:
+    """A library's name, which may be written otherwise where it is installed: huggingface-hub is huggingface_hub."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def _fault(distribution: str, modules: Sequence[str]) -> str:
