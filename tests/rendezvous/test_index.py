@@ -51,6 +51,7 @@ def of_entry(state: RunState, **changes) -> RunState:
 CHANGES = {
     "fragments": lambda s: replace(s, fragments=s.fragments[:1]),
     "another number": lambda s: replace(s, number=s.number + 1),
+    "not begun": lambda s: replace(s, is_complete=False),
     "no such slot": lambda s: of_member(s, slot=64),
     "no such replica": lambda s: of_fragment(s, last_seq={9: 0}),
     "no such contributor": lambda s: of_entry(s, contributions=(replace(CONTRIBUTION, replica=9),)),

@@ -137,7 +137,7 @@ def test_a_replica_has_everything_up_to_the_entry_before_the_first_outer_step_th
 
 def test_nothing_is_stepped_before_all_have_joined():
     log = Log(num_fragments=1, num_replicas=2).join("a", "a")
-    with pytest.raises(LogError, match="before 2 replicas have joined"):
+    with pytest.raises(LogError, match="before 2 replicas were present together"):
         log.outer(log.contribution(1))
     log.join("b")
     assert log.outer(log.contribution(1)).num_outer == 1

@@ -87,7 +87,7 @@ def test_only_the_bridge_writes_a_shift_and_it_counts_nobody_else(members, autho
 
 def test_before_its_replicas_have_joined_a_run_takes_no_shift():
     log = Log(num_fragments=1, num_replicas=2, bridge="eu").join("eu", "a")
-    with pytest.raises(LogError, match="before 2 replicas have joined"):
+    with pytest.raises(LogError, match="before 2 replicas were present together"):
         log.outer(log.contribution(0))
 
 

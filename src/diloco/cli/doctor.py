@@ -253,7 +253,7 @@ def _modules() -> dict[str, list[str]]:
 
 
 def _normal(distribution: str) -> str:
-    """A library's name, which may be written otherwise where it is installed: huggingface-hub is huggingface_hub."""
+    """A library's name, whose metadata may write it otherwise: huggingface-hub is huggingface_hub."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 

@@ -76,6 +76,8 @@ def _contradiction(index: Index, number: int) -> str:
         return f"it counts {state.number} entries"
     if state.closed:
         return "it says that the run is closed"
+    if not state.is_complete and any(log.round for log in state.fragments):
+        return "it has outer steps, and says that the run has not begun"
     if missing := [replica for replica in replicas if replica >= len(state.members)]:
         return f"replica {missing[0]} has not joined"
     if state.members[index.author].fenced:

@@ -187,14 +187,15 @@ class ClosedRegion:
     def __init__(self, replay: Replay, vectors: Sequence[Tensor]) -> None:
         self.state, self.rounds = replay.state, [log.round for log in replay.state.fragments]
         self.run, self.vector = replay.state.run, vectors.__getitem__
-        own = (member.slot for member in replay.state.members if member.name == replay.state.rules.bridge)
-        self.slot = max(own, default=-1)  # of a bridge that has not joined it
+        own = [member.slot for member in replay.state.members if member.name == replay.state.rules.bridge]
+        self.slot = own[-1] if own else -1  # of a bridge that has not joined it
         self.progress = replay.state.tokens // len(vectors), replay.state.num_outer
 
 
 def shifted(region: Region | ClosedRegion, p: int) -> int:
     """The newest shift of a fragment, by its round; 0 for none."""
-    return region.state.fragments[p].last_round.get(region.slot, 0)
+    log = region.state.fragments[p]
+    return log.last_round.get(region.slot, 0) if log.num_shifts else 0  # a replica may have had the slot before
 
 
 def _set(replica: Replica, p: int, vector_N: Tensor) -> None:

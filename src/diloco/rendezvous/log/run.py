@@ -596,7 +596,7 @@ class RunState:
             if reason := self.refusal(body.fragment, contribution):
                 self._refuse(f"counts payload {contribution.seq} of replica {contribution.replica}, but {reason}")
         if not self.is_complete:
-            self._refuse(f"steps before {self.rules.num_replicas} replicas have joined")
+            self._refuse(f"steps before {self.rules.num_replicas} replicas were present together")
         is_shift, since = self.is_shift(body), OuterRef(number=self.number, body=body)
         if is_shift and replicas != [author]:
             self._refuse(f"counts the bridge, {self.rules.bridge}, beside others")
