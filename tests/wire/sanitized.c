@@ -215,12 +215,13 @@ static const Decode DECODE[] = {cells1_decode, cells2_decode, cells4_decode, cel
 
 // A difference of cells of 2^power bytes, and hostile ones, in memory of exactly their size.
 static void drive_cells(int64_t n, int power, uint32_t one_in, uint32_t most) {
-    int64_t size = (int64_t)1 << power, chunk = 300, num_chunks = (n + chunk - 1) / chunk, written = n * size + 16;
+    int64_t size = (int64_t)1 << power, chunk = any() % 2 ? 300 : 5000, num_chunks = (n + chunk - 1) / chunk, written = n * size + 16;
     uint8_t *old = bytes(n * size), *new = malloc(n * size), *to = malloc(n * size), *body = malloc(written);
     uint32_t *lengths = malloc(4 * num_chunks), *other = malloc(4 * num_chunks);
     memcpy(new, old, n * size);
     for (int64_t i = 0; i < n; i++)
         if (any() % one_in == 0) new[i * size] += 1 + any() % most;
+    cells_level = any() % 3;
     int64_t total = ENCODE[power](old, new, n, chunk, lengths, body), changed = 0;
     uint8_t *exact = malloc(total);
     memcpy(exact, body, total);
@@ -230,6 +231,7 @@ static void drive_cells(int64_t n, int power, uint32_t one_in, uint32_t most) {
     right = right && DECODE[power](exact, lengths, to, n, chunk, 0) == changed && !memcmp(to, new, n * size);
     if (!right) wrong = 1, fprintf(stderr, "other cells, %ld of %ld bytes\n", (long)n, (long)size);
     for (int round = 0; round < 60 && total; round++) {
+        cells_level = any() % 3;
         memcpy(exact, body, total);
         memcpy(other, lengths, 4 * num_chunks);
         for (int flips = 1 + any() % 3; flips--;) exact[any() % (any() % 2 ? total : total < 20 ? total : 20)] ^= 1 << any() % 8;
@@ -254,5 +256,6 @@ int main(int argc, char **argv) {
     for (int n = 0; n < COUNT(LENGTHS); n++)
         for (int power = 0; power < 4; power++)
             for (int one_in = 1; one_in < 200; one_in *= 5) drive_cells(LENGTHS[n], power, one_in, n % 2 ? 2 : 255);
+    for (int power = 0; power < 4; power++) drive_cells(4999, power, 20, 2);
     return wrong;
 }

@@ -48,7 +48,7 @@ class StoreRendezvous:
         quorum: "majority": a decision waits for all active replicas until t + τ, then for the majority until
             t + τ + patience; a number: then for so many, or for all active ones where they are fewer, without
             end; "all": each waits for all, as in a fixed group. None is the run's, or "majority".
-        num_replicas: replicas that must have joined before the first inner step; None is the run's, or 1.
+        num_replicas: replicas that must be present together before the first inner step; None is the run's, or 1.
         patience: inner steps; None is H.
         weights: "tokens" or "tokens_squared_per_step"; None is the run's, or "tokens".
         max_stale: rounds after which a late payload is not counted any more; None is the run's, or 3.

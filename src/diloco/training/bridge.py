@@ -372,7 +372,7 @@ class BridgeConfig:
     outer: tyro.conf.Positional[str]
     """Store of the outer run; the first bridge creates the run."""
     num_replicas: int | None = None
-    """Regions whose bridges must have joined before the first outer step between them; None is the run's, or 1."""
+    """Regions whose bridges must be present together before their first outer step; None is the run's, or 1."""
     diloco: DilocoConfig = field(default_factory=DilocoConfig)
     """The outer run's, whose inner steps are the region's outer steps: by default sync_every is 4 per fragment,
     and overlap_steps 1."""

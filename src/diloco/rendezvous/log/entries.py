@@ -57,7 +57,7 @@ class Rules:
     half of the active ones, or a number; at t + τ + patience the decider alone, or the same number, or all active
     ones where they are fewer; with `all` nothing less than all."""
     num_replicas: Replicas = 1
-    """Replicas that must have joined before the first inner step."""
+    """Replicas that must be present together before the first inner step."""
     weights: Weights = "tokens"
     """A contribution's weight in the average."""
     max_stale: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 3
