@@ -119,8 +119,10 @@ def _command(way: str, url: str, region: str, m: int, size: int, num_steps: int)
 
 def _wait_for_run(url: str, running: Sequence[Program], folder: Path, environment: dict[str, str]) -> None:
     """Wait until a store holds a run."""
+    deadline = time.monotonic() + _MOST_SECONDS
     while _diloco(["store", "status", url], folder, environment).returncode:
         _check(running)
+        assert time.monotonic() < deadline, f"{url} holds no run"
         time.sleep(1)
 
 
