@@ -139,9 +139,9 @@ class StoreRendezvous:
 
     @property
     def counted(self) -> tuple[int, int]:
-        """Tokens of all contributions to the outer steps that this replica has taken, P times those of the run.
+        """The tokens, P times those of the run, and the number of the outer steps that this replica has taken.
 
-        And the number of these outer steps, shifts left out.
+        Shifts are left out.
         """
         state, bases = self.state, self._seated.log_thread.bases
         waiting = [

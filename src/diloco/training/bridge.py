@@ -73,16 +73,16 @@ class _Note:
 
     runs: tuple[str, str]
     """The outer run and the region, by the SHA-256 of their entries 0."""
-    slots: tuple[int, int]
-    """The bridge's in both."""
+    slot: Count
+    """The bridge's in the outer run."""
     round: Count
     """The outer run's round after which Θ_p is in the note."""
     counted: tuple[Count, Count]
     """Tokens and outer steps of the region up to the last outer gradient that was counted."""
     sent: tuple[Count, Count] | None
     """The same of the one on its way; None if none is."""
-    shifted: Count
-    """The newest shift of the fragment in the region, by its round; 0 for none."""
+    num_shifts: Count
+    """Shifts of the fragment in the region."""
 
 
 class Outer(ElasticMembership):
@@ -135,11 +135,6 @@ class Region(ElasticMembership):
         return self.joined.run
 
     @property
-    def slot(self) -> int:
-        """The bridge's."""
-        return self.joined.slot
-
-    @property
     def state(self) -> RunState:
         """The state that the log makes."""
         return self.rendezvous.state
@@ -161,14 +156,14 @@ class Region(ElasticMembership):
 
     def shift(self, p: int, move_N: Tensor) -> bool:
         """Move Θ_r,p, and wait for that, bounded in time; False if the run was closed before."""
-        before = shifted(self, p)
+        before = num_shifts(self, p)
         self.replica.num_steps += 1  # a shift claims a step and a token, which nobody counts
         self.replica.tokens += 1
         _set(self.replica, p, self.vector(p) + move_N)
         self.send(p)
         self._errors[p] = None  # what the codec loses is in the next outer gradient
         self.merge(wait=True)
-        return shifted(self, p) > before
+        return num_shifts(self, p) > before
 
     def _give_up_before(self, p: int, oldest_base: int) -> None:
         """Keep a shift on its way: it moves Θ as far whatever Θ it meets."""
@@ -187,15 +182,12 @@ class ClosedRegion:
     def __init__(self, replay: Replay, vectors: Sequence[Tensor]) -> None:
         self.state, self.rounds = replay.state, [log.round for log in replay.state.fragments]
         self.run, self.vector = replay.state.run, vectors.__getitem__
-        own = [member.slot for member in replay.state.members if member.name == replay.state.rules.bridge]
-        self.slot = own[-1] if own else -1  # of a bridge that has not joined it
         self.progress = replay.state.tokens // len(vectors), replay.state.num_outer
 
 
-def shifted(region: Region | ClosedRegion, p: int) -> int:
-    """The newest shift of a fragment, by its round; 0 for none."""
-    log = region.state.fragments[p]
-    return log.last_round.get(region.slot, 0) if log.num_shifts else 0  # a replica may have had the slot before
+def num_shifts(region: Region | ClosedRegion, p: int) -> int:
+    """The shifts of a fragment so far; all are the bridge's."""
+    return region.state.fragments[p].num_shifts
 
 
 def _set(replica: Replica, p: int, vector_N: Tensor) -> None:
@@ -307,11 +299,11 @@ class Bridge:
             sent = (outer.counted[p][0] + offer.tokens, offer.step)
         note = _Note(
             runs=(outer.joined.run, region.run),
-            slots=(outer.joined.slot, region.slot),
+            slot=outer.joined.slot,
             round=outer.rounds[p],
             counted=outer.counted[p],
             sent=sent,
-            shifted=shifted(region, p),
+            num_shifts=num_shifts(region, p),
         )
         tensors = {"outer": replica.state.use(OUTER, p), "theta": replica.parameters.flat(p)}
         if p in outer.moved:
@@ -324,11 +316,11 @@ class Bridge:
         counted_round, now_N = outer.joined.slot_rounds[p], outer.replica.state.use(OUTER, p)
         counted = outer.replica.tokens, outer.replica.num_steps
         note, tensors = self._read(p)
-        is_new = note is None and not counted_round and not shifted(region, p)
+        is_new = note is None and not counted_round and not num_shifts(region, p)
         is_counted = note is not None and counted_round > note.round
         if is_new:
             move_N, counted = now_N - initial_N, (0, 0)
-        elif note is None or note.slots != (outer.joined.slot, region.slot) or (is_counted and not note.sent):
+        elif note is None or note.slot != outer.joined.slot or (is_counted and not note.sent):
             _LOG.warning(
                 "%s does not tell what of fragment %d was sent: its region takes the outer run's parameters, and "
                 "what it alone has learnt of it is lost",
@@ -337,7 +329,7 @@ class Bridge:
             move_N = now_N - region.vector(p)
         else:
             move_N = now_N - tensors["theta" if is_counted else "outer"]
-            if "move" in tensors and shifted(region, p) <= note.shifted:
+            if "move" in tensors and num_shifts(region, p) == note.num_shifts:
                 move_N = move_N + tensors["move"]
             counted = note.sent if is_counted and note.sent else note.counted
         outer.moved[p] = move_N
