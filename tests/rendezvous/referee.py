@@ -119,6 +119,8 @@ class Referee:
     """Replicas that left."""
     revoked: set[int] = field(default_factory=set)
     rounds: dict[int, int] = field(default_factory=dict)
+    groups: dict[int, set[int]] = field(default_factory=dict)
+    """By fragment the slots of the replicas that were active when by half others were."""
     outer: OuterParameters | None = None
     checksums: list[tuple[str, ...]] = field(default_factory=list)
     """The checksums of Θ after each entry, by offline replay."""
@@ -183,6 +185,11 @@ class Referee:
             assert len(self.latest) >= before.rules.num_replicas
         elif quorum != "majority":
             assert len(counted) >= min(quorum, len(living))
+        now = {before.members[r].slot for r in {*before.active, *counted}}
+        then = self.groups.setdefault(p, now)
+        is_new = len(now & then) < len(then) / 2 or len(now) / len(then) >= 2
+        assert self.state.fragments[p].since[-1].is_new == is_new
+        self.groups[p] = now if is_new else then
         outer.step(before, body, [self.payloads[c.replica, c.seq].decoded() for c in body.contributions])
 
     def _note_text(self, slot: int, fragment: int, text: tuple[int, int]) -> None:

@@ -179,7 +179,7 @@ class Decision:
             fragment=body.fragment,
             round=body.round,
             before=int(body.before, 16),
-            cohort=state.cohort(body.contributions),
+            cohort=replace(state.cohort(body.contributions), is_new=ref.is_new),
             content=content,
             base_rounds={c.replica: c.base_round for c in body.contributions},
             is_shift=state.is_shift(body),

@@ -398,7 +398,7 @@ class LogThread:
     def _heed(self, number: int, entry: Entry) -> None:
         """Act on an entry that is in the log now."""
         if isinstance(entry.body, Outer):
-            self.delivery.put(entry.author, OuterRef(number=number, body=entry.body))
+            self.delivery.put(entry.author, self.state.fragments[entry.body.fragment].since[-1])
             self.outbox.counted(entry.body)
         if self.state.closed:
             with self.news:

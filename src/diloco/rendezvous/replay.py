@@ -438,7 +438,7 @@ class Replay:
             self.state = log.state
             self.checked.entries += 1
             if isinstance(entry.body, Outer):
-                self._outers.append(OuterRef(number=number, body=entry.body))
+                self._outers.append(self.state.fragments[entry.body.fragment].since[-1])
             if isinstance(entry.body, Snapshot):
                 ref = self.state.fragments[entry.body.fragment].snapshots[-1]
                 self._snapshots[entry.body.fragment][ref.round] = ref
