@@ -229,7 +229,7 @@ class Seat:
         later = [d for d in self.log.decisions if d.fragment != fragment or d.round > round]
         self.log.decisions = later
 
-    def close(self, *, if_last: bool = False) -> None:
+    def close(self, *, is_told: bool = True, if_last: bool = False) -> None:
         pass
 
     def leave(self) -> None:

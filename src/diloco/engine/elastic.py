@@ -516,10 +516,14 @@ class ElasticMembership(Membership):
         """The outer steps after the last inner step, one by one; see `finish`.
 
         With a number as quorum it sends first what is not told: another replica that ends now, with another
-        fragment in flight, counts nothing without a payload of that fragment.
+        fragment in flight, counts nothing without a payload of that fragment. If the run ends, it says so before
+        it waits: several that wait for payloads which none of them makes any more would wait in vain.
         """
-        if isinstance(self.joined.rules.quorum, int):
+        has_number = isinstance(self.joined.rules.quorum, int)
+        if has_number:
             self._flush()
+            if close or self._is_finished:
+                self.joined.seat.close(is_told=False)
         yield from self._drained()
         if flush:
             self._flush()

@@ -267,10 +267,11 @@ class Seat(Protocol):
         """Start to upload Θ_p (`outer`) and the slots after a round; the vectors are copies."""
         ...
 
-    def close(self, *, if_last: bool = False) -> None:
+    def close(self, *, is_told: bool = True, if_last: bool = False) -> None:
         """Start to end the run, whose token budget is spent: nothing more is offered here.
 
         Args:
+            is_told: own offers were counted; False before that, where others may be needed to count them.
             if_last: leave, and end the run only if all other replicas have left.
         """
         ...

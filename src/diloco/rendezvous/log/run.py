@@ -402,7 +402,8 @@ class RunState:
         active, quorum = self.active, self.rules.quorum
         if quorum == "all" and (missing := [replica for replica in active if replica not in replicas]):
             return f"leaves out replicas {missing}, and the quorum is all"
-        if isinstance(quorum, int) and len(replicas) < least_payloads(quorum, len(active), after_patience=True):
+        has_least = isinstance(quorum, int) and not self.finished
+        if has_least and len(replicas) < least_payloads(quorum, len(active), after_patience=True):
             return f"counts {len(replicas)} of {len(active)} active replicas, and the quorum is {quorum}"
         return None
 
@@ -539,7 +540,8 @@ class RunState:
         if not 0 <= author < len(self.members):
             self._refuse(f"is by replica {author}, which has not joined")
         member, closes = self.members[author], isinstance(entry.body, Close)
-        if member.fenced or (member.left and not closes):
+        may_still = closes or (isinstance(entry.body, Outer) and self.finished)
+        if member.fenced or (member.left and not may_still):
             self._refuse(f"is by replica {author}, which has left, or was replaced")
         if closes and not (member.left and (self.finished or not self.present)):
             self._refuse(
