@@ -363,7 +363,7 @@ class Replica:
             self.samples[p] = Samples(sample_n, before_n, average.total_N.numel() / max(1, sample_n.numel()))
 
     def past(self, p: int, sent: int) -> Past:
-        """What a merge of a fragment reads of the inner step after which it was sent."""
+        """The values that a merge reads of a fragment that was sent after an inner step."""
         past = Past(num_steps=self.num_steps - sent, sync_every=self.settings.schedule.sync_every)
         return replace(past, theta_N=self.state.use(SENT_THETA, p)) if self.settings.mixing.needs_sent else past
 
