@@ -243,7 +243,9 @@ def alone(outer: str, *, mixing: str | None = None, **changes) -> tuple[bytes, b
         ("nesterov:restart_every=99", "nesterov"),
         ("nesterov:restart_with_members=true", "nesterov"),
         ("nesterov:decay_rounds=9,final=1", "nesterov"),
+        ("rda", "nesterov"),
         ("rda:plain=weight", "nesterov"),
+        ("ties", "nesterov"),
         ("torch.SGD:lr=0.4,momentum=0.9,nesterov=true", "nesterov"),
     ],
 )
