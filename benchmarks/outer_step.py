@@ -105,11 +105,11 @@ def report_rules(
     print(f"\n{'rule':28} {'ms':>8} {'passes':>7}")
     rows = [(name, "translate" if name == "eager" else "mix") for name in (*RULES, "torch.AdamW")]
     for name, merge in (*rows, ("nesterov", "taylor")):
-        rule = outer_rule(name)
+        rule, merging = outer_rule(name), merge_rule(merge)
         for slot in {*vectors} - {"outer", *rule.slots}:
             del vectors[slot]
         vectors |= {slot: torch.zeros_like(vectors["outer"]) for slot in rule.slots if slot not in vectors}
-        seconds = shortest_seconds(lambda rule=rule, merge=merge_rule(merge): step(rule, merge))
+        seconds = shortest_seconds(lambda rule=rule, merging=merging: step(rule, merging))
         row = name if merge == "mix" else f"{name}, {merge}"
         print(f"{row:28} {seconds * 1e3:8.1f} {seconds / copy_seconds:7.1f}", flush=True)
 

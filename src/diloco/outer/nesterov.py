@@ -30,8 +30,8 @@ class Nesterov(OuterRule):
     that of arXiv 2605.28585. η may decay over R rounds: η_r = η (1 − (1 − f) min(1, (r − 1) / (R − 1))).
 
     With `restart_with_members`, v ← 0 and C ← A also where 2 |A ∩ C| < |C| or |A| ≥ 2 |C|: A is the set of the
-    replicas that are active at an outer step, and C was A at the fragment's first one. A store's log decides it, and
-    a replica that comes back under its name is the same one. It is off by default: no paper has measured it.
+    replicas that are active at an outer step, and C was A at the fragment's first one. A store's log decides it,
+    and a replica that comes back under its name is the same one. It is off by default: no paper has measured it.
 
     >>> import torch
     >>> outer, velocity = Nesterov(lr=1.0, momentum=0.0).step(

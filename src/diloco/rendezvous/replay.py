@@ -434,7 +434,7 @@ class Replay:
         self._bases = [log.bases for log in self.state.fragments]
         self._snapshots = [{ref.round: ref for ref in log.snapshots} for log in self.state.fragments]
         log = Log(self._store, self.state)
-        async for number, entry in log.read():
+        async for _, entry in log.read():
             self.state = log.state
             self.checked.entries += 1
             if isinstance(entry.body, Outer):

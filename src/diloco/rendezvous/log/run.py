@@ -109,7 +109,7 @@ class FragmentLog:
     last_round: dict[Count, Count] = field(default_factory=dict)
     """For each slot the newest round that counted a replica which held it."""
     active: tuple[Count, ...] = ()
-    """The slots of the replicas that were active at the first outer step, or when by half others were; ascending."""
+    """The slots of the replicas that were active at the first outer step, or once by half others were, sorted."""
     snapshots: tuple[SnapshotRef, ...] = ()
     """The last two snapshots."""
     since: tuple[OuterRef, ...] = ()
