@@ -53,10 +53,9 @@ def main() -> None:
     parameters.outer_gradient(0, outer_N, delta_N)
     received = {m: wire.encode(delta_N) for m in range(M)}
     payload_bytes = wire.payload_bytes(N) / N
-    gather, rule, cohort = Gather(wire), Nesterov(), Cohort.equal(M)
+    gather, rule, cohort, sync = Gather(wire), Nesterov(), Cohort.equal(M), Sync(fragment=0, round=1, step=1)
     vectors = {"outer": outer_N, "velocity": velocity_N}
     fragment = FragmentState(vectors.__getitem__, {"theta": Span((-(-N // 1024), 1024), 0)})
-    sync = Sync(fragment=0, round=1, step=1)
 
     # Bytes a parameter: read + written.
     stages: dict[str, tuple[float, Callable[[], object]]] = {
@@ -90,10 +89,9 @@ def main() -> None:
     report("together", total_bytes, total_seconds, total_bytes * N / bytes_a_second)
     average = gather.average(received, total_N, Key(), cohort)
 
-    past = Past(theta_N=delta_N, num_steps=1, sync_every=30)
-
     def step(one: OuterRule, merge: MergeRule) -> None:
         one.on_send(fragment, lambda: delta_N, sync, cohort)
+        past = Past(theta_N=delta_N, num_steps=1, sync_every=30)
         take_outer_step(one, merge, fragment, parameters.shards(0), average, sync, cohort, past)
 
     report_rules(step, vectors, copy_seconds)
