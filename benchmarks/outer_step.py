@@ -7,7 +7,8 @@ payloads, the outer step with the merge. Θ is FP32, θ of the given dtype. Byte
 and write for each parameter; the floor is their time at the speed of a copy in the same run (bytes read and
 written, both counted).
 
-Below: each rule's outer step and merge, with what it does at the send, in passes, which are times of a copy.
+Below: each rule's outer step and merge, with what it does at the send, in passes, which are times of a copy. A
+row names the merge rule, where it is not `mix`.
 """
 
 import argparse
@@ -22,10 +23,10 @@ from diloco.engine.parameters import FragmentParameters
 from diloco.outer.averages import Average, Gather
 from diloco.outer.cohort import Cohort
 from diloco.outer.digest import outer_digest
-from diloco.outer.merge import Mixing
+from diloco.outer.merge import MergeRule, Mixing, Past
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState, OuterRule, Span
-from diloco.outer.rules import RULES, outer_rule
+from diloco.outer.rules import RULES, merge_rule, outer_rule
 from diloco.outer.step import take_outer_step
 from diloco.schedule import Sync
 from diloco.wire import Key, codec
@@ -52,10 +53,9 @@ def main() -> None:
     parameters.outer_gradient(0, outer_N, delta_N)
     received = {m: wire.encode(delta_N) for m in range(M)}
     payload_bytes = wire.payload_bytes(N) / N
-    gather, rule, cohort = Gather(wire), Nesterov(), Cohort.equal(M)
+    gather, rule, cohort, sync = Gather(wire), Nesterov(), Cohort.equal(M), Sync(fragment=0, round=1, step=1)
     vectors = {"outer": outer_N, "velocity": velocity_N}
     fragment = FragmentState(vectors.__getitem__, {"theta": Span((-(-N // 1024), 1024), 0)})
-    sync = Sync(fragment=0, round=1, step=1)
 
     # Bytes a parameter: read + written.
     stages: dict[str, tuple[float, Callable[[], object]]] = {
@@ -89,20 +89,27 @@ def main() -> None:
     report("together", total_bytes, total_seconds, total_bytes * N / bytes_a_second)
     average = gather.average(received, total_N, Key(), cohort)
 
-    def step(one: OuterRule) -> None:
+    def step(one: OuterRule, merge: MergeRule) -> None:
         one.on_send(fragment, lambda: delta_N, sync, cohort)
-        take_outer_step(one, Mixing(0.5), fragment, parameters.shards(0), average, sync, cohort)
+        past = Past(theta_N=delta_N, num_steps=1, sync_every=30)
+        take_outer_step(one, merge, fragment, parameters.shards(0), average, sync, cohort, past)
 
     report_rules(step, vectors, copy_seconds)
 
 
-def report_rules(step: Callable[[OuterRule], None], vectors: dict[str, torch.Tensor], copy_seconds: float) -> None:
+def report_rules(
+    step: Callable[[OuterRule, MergeRule], None], vectors: dict[str, torch.Tensor], copy_seconds: float
+) -> None:
     print(f"\n{'rule':28} {'ms':>8} {'passes':>7}")
-    for name in RULES:
-        rule = outer_rule(name)
+    rows = [(name, "translate" if name == "eager" else "mix") for name in (*RULES, "torch.AdamW")]
+    for name, merge in (*rows, ("nesterov", "taylor")):
+        rule, merging = outer_rule(name), merge_rule(merge)
+        for slot in {*vectors} - {"outer", *rule.slots}:
+            del vectors[slot]
         vectors |= {slot: torch.zeros_like(vectors["outer"]) for slot in rule.slots if slot not in vectors}
-        seconds = shortest_seconds(lambda rule=rule: step(rule))
-        print(f"{name:28} {seconds * 1e3:8.1f} {seconds / copy_seconds:7.1f}", flush=True)
+        seconds = shortest_seconds(lambda rule=rule, merging=merging: step(rule, merging))
+        row = name if merge == "mix" else f"{name}, {merge}"
+        print(f"{row:28} {seconds * 1e3:8.1f} {seconds / copy_seconds:7.1f}", flush=True)
 
 
 def report(name: str, bytes_a_parameter: float, seconds: float, floor_seconds: float) -> None:

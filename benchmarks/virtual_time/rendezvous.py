@@ -26,7 +26,7 @@ from diloco.rendezvous.log.entries import (
     Snapshot,
 )
 from diloco.rendezvous.log.log import ENTRY
-from diloco.rendezvous.log.run import OuterRef, RunState
+from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.objects import seal_snapshot, snapshot_name
 
 STEP_TOKENS, MOST_STEPS = 1 << 20, 1 << 20
@@ -106,8 +106,9 @@ class VirtualLog:
 
     def _deliver(self, author: "Seat", body: Outer) -> None:
         """Write an outer entry, and hand it to all replicas."""
-        ref, p, parts = OuterRef(number=self.state.number, body=body), body.fragment, body.contributions
+        p, parts = body.fragment, body.contributions
         self.append(body, author.replica)
+        ref = self.state.fragments[p].since[-1]
         self.entries.append(body)
         payloads = {c.replica: Payload(self._payloads.pop((c.replica, c.seq))) for c in parts}
         content = Content(payloads=payloads, bytes_received=sum(x.data.numel() for x in payloads.values()))
@@ -229,7 +230,7 @@ class Seat:
         later = [d for d in self.log.decisions if d.fragment != fragment or d.round > round]
         self.log.decisions = later
 
-    def close(self, *, if_last: bool = False) -> None:
+    def close(self, *, is_told: bool = True, if_last: bool = False) -> None:
         pass
 
     def leave(self) -> None:

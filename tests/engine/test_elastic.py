@@ -19,7 +19,7 @@ from diloco.errors import ExchangeError, NonFiniteError, UserError
 from diloco.rendezvous.contract import MOST_DECISIONS_PER_FRAGMENT, Decision
 from diloco.rendezvous.objects import PAYLOAD
 
-ALPHA = 0.5
+ALPHA, STRENGTH = 0.5, 0.7
 
 
 def until(condition: Callable[[], bool], *replicas: Replica, seconds: float = 40.0) -> None:
@@ -98,6 +98,32 @@ def test_work_that_is_not_told_yet_survives_the_outer_steps_of_others(tmp_path) 
             num_counted += 1
             sums[p] = uncounted_p + progress
     assert max(np.abs(progress).max() for progress in slow.progress) > 0.1
+    slow.finish()
+    fast.finish()
+
+
+def test_the_steps_in_flight_alone_are_compensated_whatever_others_outer_steps_move_meanwhile(tmp_path) -> None:
+    settings = {"mixing": f"taylor:strength={STRENGTH}"}
+    fast = Replica(str(tmp_path), name="fast", patience=0, **settings)
+    slow = Replica(str(tmp_path), name="slow", **settings)
+    membership, at_send, num_moved = slow.engine._membership, dict[int, tuple[np.ndarray, int]](), 0
+    while num_moved < 4:
+        for _ in range(3):
+            fast.step(pause_seconds=0.004)
+        flights, before, moved = dict(membership.in_flight), slow.theta(), [p.copy() for p in slow.progress]
+        steps = [outer_step.sync.fragment for outer_step in slow.step()]
+        for p, flight in flights.items():
+            if steps.count(p) == 1 and membership.in_flight.get(p) is not flight:
+                progress, base_round = at_send[p]
+                in_flight, tau = slow.progress[p] - progress, slow.engine.num_steps - flight.step
+                outer_p, g = slow.outer()[p], -in_flight / tau
+                sent = before[p] + (slow.progress[p] - moved[p]) - in_flight
+                expected = outer_p - tau * (g + STRENGTH * g**2 * (outer_p - sent) / H)
+                np.testing.assert_allclose(slow.theta()[p], expected, atol=2e-5)
+                num_moved += slow.rounds[p] > base_round + 1
+        for p, flight in membership.in_flight.items():
+            if flights.get(p) is not flight:
+                at_send[p] = slow.progress[p].copy(), slow.rounds[p]
     slow.finish()
     fast.finish()
 
@@ -202,14 +228,14 @@ def test_who_was_away_for_long_takes_snapshots_and_keeps_its_own_work(tmp_path, 
 
 @pytest.mark.slow
 def test_a_payload_that_was_counted_during_a_long_absence_is_told_once(tmp_path, jumps: list[int]) -> None:
-    settings = {"snapshot_rounds": 2, "max_stale": 1000}
+    settings = {"snapshot_rounds": 2, "max_stale": 1000, "mixing": "taylor:strength=0"}
     fast = Replica(str(tmp_path), name="fast", patience=0, **settings)
     slow = Replica(str(tmp_path), name="slow", **settings)
     membership = slow.engine._membership
     until(lambda: min(counted(slow)) >= 0 and not membership.in_flight, fast, slow)
     may_upload = held_payloads(slow)
     until(lambda: 0 in membership.in_flight, slow)
-    flight, then = membership.in_flight[0], membership.counted[0][0]
+    flight, then, progress = membership.in_flight[0], membership.counted[0][0], slow.progress[0].copy()
     num_rounds = max(slow.rounds) + 12
     until(lambda: min(fast.rounds) >= num_rounds, fast)
     may_upload.set()
@@ -220,6 +246,7 @@ def test_a_payload_that_was_counted_during_a_long_absence_is_told_once(tmp_path,
     until(lambda: 0 in jumps, slow)
     assert membership.counted[0] == (then + flight.tokens, flight.step)
     assert membership.in_flight.get(0) is not flight
+    np.testing.assert_allclose(uncounted(slow)[0] + slow.progress[0], progress, atol=1e-4)
     fast.finish()
     slow.finish()
 

@@ -120,6 +120,40 @@ def test_with_a_number_as_quorum_two_that_end_at_once_count_what_each_has_in_fli
     )
 
 
+def test_with_a_number_as_quorum_two_count_at_the_end_what_neither_can_match(tmp_path) -> None:
+    replicas = a, b = [hurried(Replica(str(tmp_path), name=name, quorum=2, sync_every=1000)) for name in "ab"]
+    sends = ((a, 0), (b, 1)), ((a, 1), (a, 2), (b, 0), (b, 2))
+    until(lambda: all(replica.engine.num_steps >= 2 for replica in replicas), *replicas)
+    for pairs in sends:
+        for replica, fragment in pairs:
+            replica.engine._membership.send(fragment)
+        if pairs is sends[0]:
+            for replica in replicas:
+                replica.step()
+    # All are matched; of fragment 0 the first one has another step then, of fragment 1 the second one.
+    ends = {"flush": True, "close": True}
+    threads = [threading.Thread(target=replica.engine.finish, kwargs=ends) for replica in replicas]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert all(replica.exchange.is_closed for replica in replicas)
+    replay = replay_of(tmp_path)
+    assert [log.round for log in replay.state.fragments] == [2, 2, 1] and replay.state.tokens == 2 * 3 * 8 * P
+    assert {replica.engine.outer_hash() for replica in replicas} == {parameters_hash(replay.parameters())}
+
+
+def test_with_a_number_as_quorum_the_last_one_alive_counts_its_work_and_ends_the_run(tmp_path) -> None:
+    ours, dead = (Replica(str(tmp_path), name=name, quorum=2) for name in ("ours", "dead"))
+    until(lambda: min(min(counted(ours)), min(counted(dead))) >= 0, ours, dead)
+    dead.vanish()
+    for _ in range(2 * H):
+        ours.step()
+    hurried(ours).engine.finish(flush=True, close=True)
+    assert ours.exchange.is_closed and not ours.engine._membership.uncounted_tokens
+    assert ours.engine.outer_hash() == parameters_hash(replay_of(tmp_path).parameters())
+
+
 def test_a_replica_that_died_does_not_hold_up_the_end_for_long(tmp_path) -> None:
     ours, dead = hurried(Replica(str(tmp_path), name="ours")), Replica(str(tmp_path), name="dead")
     until(lambda: min(min(counted(ours)), min(counted(dead))) >= 0, ours, dead)

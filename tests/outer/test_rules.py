@@ -1,6 +1,7 @@
 """Every outer rule and merge rule against its equation in NumPy, on two processes; and their limits."""
 
 import copy
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,9 @@ from tests.engine.cases import Case, inner_step, outer_of, theta_of
 from tests.engine.test_default_dtype import default_dtype
 from tests.engine.test_elastic import until
 from tests.processes import run_replicas
-from tests.rendezvous.replicas import Replica, new_model
+from tests.rendezvous.replay import chain
+from tests.rendezvous.replay import replayed as numpy_replay
+from tests.rendezvous.replicas import Replica, new_model, theta0
 
 import diloco
 from diloco.errors import UserError
@@ -238,8 +241,11 @@ def alone(outer: str, *, mixing: str | None = None, **changes) -> tuple[bytes, b
         ("sgd:lr=0.4", "nesterov:lr=0.4,momentum=0"),
         ("nesterov:restart_every=1,momentum=0.5", "nesterov:lr=0.6,momentum=0"),
         ("nesterov:restart_every=99", "nesterov"),
+        ("nesterov:restart_with_members=true", "nesterov"),
         ("nesterov:decay_rounds=9,final=1", "nesterov"),
+        ("rda", "nesterov"),
         ("rda:plain=weight", "nesterov"),
+        ("ties", "nesterov"),
         ("torch.SGD:lr=0.4,momentum=0.9,nesterov=true", "nesterov"),
     ],
 )
@@ -290,7 +296,8 @@ def test_torchs_default_dtype_changes_no_bit(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "snapshot_rounds"), [("restarted", 99), ("rda", 2), ("delayed_nesterov", 99), ("torch", 2)]
+    ("name", "snapshot_rounds"),
+    [("restarted", 99), ("rda", 2), ("ties", 99), ("delayed_nesterov", 99), ("torch", 2)],
 )
 def test_in_a_store_the_replay_gives_the_outer_parameters_of_all_replicas(name, snapshot_rounds, tmp_path):
     """A replica joins from a snapshot of Θ and all slots, or without one takes all rounds, as the replay does."""
@@ -311,6 +318,33 @@ def test_in_a_store_the_replay_gives_the_outer_parameters_of_all_replicas(name, 
         for p, outer_p in enumerate(replica.outer()):
             digest = f"{outer_digest(torch.from_numpy(outer_p)):016x}"
             assert replay.checksum(p, replica.rounds[p]) == digest
+
+
+def test_in_a_store_the_momentum_restarts_where_by_half_others_are_active(tmp_path, monkeypatch):
+    """One replica, two, three, four: of each fragment the first round with two restarts it, and that with four."""
+    monkeypatch.setattr("diloco.rendezvous.archive.retirable", lambda state, names: [])  # the replay reads all
+    rules = {"outer": "nesterov:restart_with_members=true", "snapshot_rounds": 2}
+    replicas = []
+    for name in "abcd":
+        replicas.append(Replica(str(tmp_path), name=name, **rules))
+        rounds = max(replicas[0].rounds) + 3
+        until(lambda rounds=rounds: min(min(replica.rounds) for replica in replicas) >= rounds, *replicas)
+    for replica in replicas:
+        replica.vanish()
+    _, second, _, fourth = (k for k, entry in enumerate(chain(tmp_path)) if entry["kind"] == "join")
+    first_rounds = {(p, min(rounds)) for after in (second, fourth) for p, rounds in rounds_after(tmp_path, after)}
+    run = numpy_replay(tmp_path, theta0(), restarts=lambda p, number: (p, number) in first_rounds)
+    for replica in replicas:
+        for p, outer_p in enumerate(replica.outer()):
+            np.testing.assert_array_equal(outer_p, run.outer[p][replica.rounds[p]])
+    replay = replayed(str(tmp_path), initial=lambda facts: dict(new_model().named_parameters()))
+    assert replay.checked.steps == replay.checked.rounds > 30 and len(first_rounds) == 2 * len(theta0())
+
+
+def rounds_after(folder: Path, number: int) -> list[tuple[int, list[int]]]:
+    """By fragment the rounds after an entry of the log."""
+    bodies = [entry["body"] for entry in chain(folder)[number:] if entry["kind"] == "outer"]
+    return [(p, [body["round"] for body in bodies if body["fragment"] == p]) for p in range(len(theta0()))]
 
 
 def test_every_rule_is_tested_here_and_comes_back_from_its_facts():

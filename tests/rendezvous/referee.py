@@ -119,6 +119,8 @@ class Referee:
     """Replicas that left."""
     revoked: set[int] = field(default_factory=set)
     rounds: dict[int, int] = field(default_factory=dict)
+    groups: dict[int, set[int]] = field(default_factory=dict)
+    """By fragment the slots of the replicas that were active when by half others were."""
     outer: OuterParameters | None = None
     checksums: list[tuple[str, ...]] = field(default_factory=list)
     """The checksums of Θ after each entry, by offline replay."""
@@ -165,7 +167,7 @@ class Referee:
         assert body.round == self.rounds[p], "rounds are consecutive"
         assert body.before == checksum(outer.theta[p]), "the hash chain is the offline replay"
         assert author in [c.replica for c in body.contributions]
-        assert author not in self.gone
+        assert author not in self.gone or before.finished
         for c in body.contributions:
             payload = self.payloads[c.replica, c.seq]
             assert payload.contribution == c
@@ -181,8 +183,13 @@ class Referee:
         if quorum == "all":
             assert living <= counted
             assert len(self.latest) >= before.rules.num_replicas
-        elif quorum != "majority":
+        elif quorum != "majority" and not before.finished:
             assert len(counted) >= min(quorum, len(living))
+        now = {before.members[r].slot for r in {*before.active, *counted}}
+        then = self.groups.setdefault(p, now)
+        is_new = len(now & then) < len(then) / 2 or len(now) / len(then) >= 2
+        assert self.state.fragments[p].since[-1].is_new == is_new
+        self.groups[p] = now if is_new else then
         outer.step(before, body, [self.payloads[c.replica, c.seq].decoded() for c in body.contributions])
 
     def _note_text(self, slot: int, fragment: int, text: tuple[int, int]) -> None:

@@ -5,7 +5,7 @@ Legend: Θ the outer parameters, v the momentum, Δ the outer gradient; a float3
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ def replayed(
     seed: int = 0,
     eta: float = 0.4,
     mu: float = 0.9,
+    restarts: Callable[[int, int], bool] = lambda p, number: False,
 ) -> Replayed:
     """Replay the log of a run, checking its chain, every Θ that it names, and every average of a share.
 
@@ -46,6 +47,7 @@ def replayed(
         seed: of the run.
         eta: outer learning rate.
         mu: outer momentum.
+        restarts: true for the fragments and rounds in which v restarts at 0.
     """
     outer = [[theta_p] for theta_p in theta0]
     v = [np.zeros_like(theta_p) for theta_p in theta0]
@@ -71,7 +73,7 @@ def replayed(
             assert len(body["contributions"]) == 1, "a shift is the bridge's alone"
             outer[p].append(outer[p][-1] - average)
             continue
-        v[p] = f32(mu) * v[p] + average
+        v[p] = (0 if restarts(p, body["round"]) else f32(mu)) * v[p] + average
         outer[p].append(outer[p][-1] - f32(eta) * (average + f32(mu) * v[p]))
     pairs = [(c["replica"], c["seq"]) for c in contributions]
     assert len(pairs) == len(set(pairs)), "no payload is counted twice"

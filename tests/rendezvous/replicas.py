@@ -50,6 +50,7 @@ class Replica:
         combine: str = "gather",
         model: nn.Module | None = None,
         outer: str | OuterRule | None = None,
+        mixing: str | float = 0.5,
         first_target: int = 0,
         **exchange,
     ) -> None:
@@ -68,6 +69,7 @@ class Replica:
             combine=combine,
             error_feedback=error_feedback,
             outer=outer,
+            mixing=mixing,
             rendezvous=self.exchange,
         )
         self.rounds = [log.round for log in self.exchange.state.fragments]

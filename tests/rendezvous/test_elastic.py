@@ -38,6 +38,7 @@ def test_with_a_quorum_of_two_no_outer_step_counts_one_replica_while_one_is_stop
         quorum=2,
         patience=1,  # which is no end of the wait for two
         max_stale=1000,
+        mixing="taylor",
     )
     assert all(outcome is not None and outcome.failure is None for outcome in outcomes)
     assert all(numbers(run, outcome.replica) for outcome in outcomes), "each was counted"

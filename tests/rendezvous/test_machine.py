@@ -163,6 +163,14 @@ def test_with_a_number_as_quorum_an_entry_counts_so_many_or_as_many_as_are_activ
     assert log.outer(log.contribution(0)).num_outer == 4
 
 
+def test_once_the_budget_is_spent_a_number_binds_no_entry_and_who_has_left_writes_its_last():
+    log = Log(num_fragments=1, quorum=2).join("a", "b", "c")
+    log.add(Leave(finished=True), 0)
+    assert log.outer(log.contribution(1)).num_outer == 1 and log.outer(log.contribution(0)).num_outer == 2
+    with pytest.raises(LogError, match="has left, or was replaced"):
+        log.add(Snapshot(fragment=0, round=2, sha256=A), 0)
+
+
 def test_the_creator_alone_changes_the_allow_list_and_a_revoked_key_shuts_out_at_once():
     log = Log(num_fragments=1, creator=CREATOR, allowed=(A,)).join("a", key=A)
     log.rounds(1, 0)

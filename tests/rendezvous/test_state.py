@@ -44,6 +44,27 @@ def test_a_replica_is_active_for_2p_outer_entries_after_its_join_or_contribution
     assert patient.state.active == (0, 1)
 
 
+def test_a_cohort_is_new_where_by_half_others_are_active_than_where_it_was_last():
+    log = Log(num_fragments=1).join("a", "b")
+
+    def is_new(*replicas: int) -> bool:
+        log.rounds(1, *replicas)
+        return log.state.fragments[0].since[-1].is_new
+
+    assert not is_new(0, 1), "the first ones"
+    log.join("c")
+    assert not is_new(0, 1), "three are active"
+    log.join("d")
+    assert is_new(0) and not is_new(0, 1, 2, 3), "four are, whoever is counted"
+    log.join("a", "b")
+    assert not is_new(2, 3, 4, 5), "the same come back under other numbers"
+    log.add(Leave(finished=False), 2)
+    log.add(Leave(finished=False), 3)
+    assert not is_new(4, 5), "half stay"
+    log.add(Leave(finished=False), 4)
+    assert is_new(5) and not is_new(5)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -340,7 +340,7 @@ def stop_shards_in_a_store(config: TrainConfig) -> str:
 @pytest.mark.slow
 def test_the_shards_of_a_replica_in_a_store_save_one_step_and_leave(config, tmp_path):
     store = str(tmp_path / "store")
-    diloco = replace(config.diloco, overlap_steps=2)
+    diloco = replace(config.diloco, overlap_steps=2, **TAYLOR)
     changes = {"runs": tmp_path, "rendezvous": store, "micro_batch": None, "diloco": diloco}
     run = resolved(replace(config, num_replicas=1, shards_per_replica=2, **changes))
     (sentence,) = {*run_replicas(stop_shards_in_a_store, 2, run, joined=False)}

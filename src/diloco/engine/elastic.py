@@ -7,7 +7,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from diloco.engine.checkpoint import check_like, elastic_values_checked, refuse_names, tensors_checked
 from diloco.engine.guards import EqualGradients
-from diloco.engine.outer_state import ERROR, OUTER
+from diloco.engine.outer_state import ERROR, OUTER, SENT_THETA
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.replica import Membership, Replica
 from diloco.errors import DisagreementError, ExchangeError, UserError
@@ -25,7 +26,7 @@ from diloco.exchange.transport import fail_together
 from diloco.outer.averages import decoded
 from diloco.outer.cohort import Cohort
 from diloco.outer.digest import outer_digest
-from diloco.outer.merge import MergeRule, Mixing, Past, Translation
+from diloco.outer.merge import MergeRule, Mixing, Translation
 from diloco.outer.step import OuterStep, merge_in_place
 from diloco.rendezvous.contract import (
     MOST_DECISIONS_PER_FRAGMENT,
@@ -369,7 +370,8 @@ class ElasticMembership(Membership):
             average = decided_average(self.form, decision, content, replica.scratch(p))
         sync = Sync(p, decision.round, self.in_flight[p].step if counts_own else replica.num_steps)
         of_rule = sync._replace(round=decision.round_of_rule)
-        replica.take(of_rule, average, decision.cohort, mixing, is_shift=decision.is_shift)
+        with self._moving_sent(p, mixing):
+            replica.take(of_rule, average, decision.cohort, mixing, is_shift=decision.is_shift)
         if counts_own:
             if self.in_flight[p].base_round < self._averaged[p]:
                 # It was late: it sends its next payload together with the others, not before them.
@@ -405,17 +407,31 @@ class ElasticMembership(Membership):
 
     def _jump(self, decision: Decision, stored: StoredSnapshot, mixing: MergeRule) -> OuterStep:
         """Take a snapshot in the place of outer steps whose payloads were deleted, and merge Θ once."""
-        replica, p = self.replica, decision.fragment
+        replica, p, sent = self.replica, decision.fragment, self.replica.num_steps
         if self._counts_own(decision):
+            sent = self.in_flight[p].step
             self._count(p)
-        before_N = replica.state.use(OUTER, p).clone()
+        past = replace(replica.past(p, sent), outer_N=replica.state.use(OUTER, p).clone())
         replica.forget_averages()
-        self._read(p, stored, decision.oldest_base)
+        with self._moving_sent(p, mixing):
+            self._read(p, stored, decision.oldest_base)
         with replica.parameters.merging(p, replica.num_steps) as theta:
-            merge_in_place(theta, replica.state.use(OUTER, p), mixing, Past(before_N))
+            merge_in_place(theta, replica.state.use(OUTER, p), mixing, past)
         size, device = self.form.sizes[p], replica.parameters.device
         zeros = partial(torch.zeros, size, dtype=torch.float32, device=device)
         return replica.described(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()))
+
+    @contextmanager
+    def _moving_sent(self, p: int, mixing: MergeRule) -> Iterator[None]:
+        """Move the kept θ that was sent, too, if a merge rule translates θ as Θ moves here."""
+        replica = self.replica
+        if not (replica.settings.mixing.needs_sent and isinstance(mixing, Translation)):
+            yield
+            return
+        before_N = replica.state.use(OUTER, p).clone()
+        yield
+        replica.state.use(SENT_THETA, p).add_(replica.state.use(OUTER, p) - before_N)
+        replica.state.keep(SENT_THETA, p)
 
     def _read(self, p: int, stored: StoredSnapshot, oldest_base: int = 0) -> None:
         """Take Θ_p and the slots from a snapshot."""
@@ -500,10 +516,14 @@ class ElasticMembership(Membership):
         """The outer steps after the last inner step, one by one; see `finish`.
 
         With a number as quorum it sends first what is not told: another replica that ends now, with another
-        fragment in flight, counts nothing without a payload of that fragment.
+        fragment in flight, counts nothing without a payload of that fragment. If the run ends, it says so before
+        it waits: several that wait for payloads which none of them makes any more would wait in vain.
         """
-        if isinstance(self.joined.rules.quorum, int):
+        has_number = isinstance(self.joined.rules.quorum, int)
+        if has_number:
             self._flush()
+            if close or self._is_finished:
+                self.joined.seat.close(is_told=False)
         yield from self._drained()
         if flush:
             self._flush()

@@ -347,9 +347,7 @@ class Replica:
         ):
             rule = SHIFT if is_shift else self.settings.outer
             sample_n = torch.empty_like(sampled(average.total_N))
-            past = Past(num_steps=self.num_steps - sync.step, sync_every=self.settings.schedule.sync_every)
-            if mixing.needs_sent:
-                past = replace(past, theta_N=self.state.use(SENT_THETA, p))
+            past = self.past(p, sync.step)
 
             def work() -> None:
                 sample_n.copy_(sampled(average.total_N))  # whose memory the rule may overwrite
@@ -363,6 +361,11 @@ class Replica:
         if before_n is not None:
             self.samples.pop(p, None)
             self.samples[p] = Samples(sample_n, before_n, average.total_N.numel() / max(1, sample_n.numel()))
+
+    def past(self, p: int, sent: int) -> Past:
+        """The values that a merge reads of a fragment that was sent after an inner step."""
+        past = Past(num_steps=self.num_steps - sent, sync_every=self.settings.schedule.sync_every)
+        return replace(past, theta_N=self.state.use(SENT_THETA, p)) if self.settings.mixing.needs_sent else past
 
     def taken(
         self, flight: Flight, received: dict[int, Tensor], average: Average, *, blocked_seconds: float

@@ -142,12 +142,6 @@ class Settings:
                 "leave it out, and estimate the buffers anew for Θ (torch.optim.swa_utils.update_bn)",
                 "buffers",
             )
-        if self.mixing.needs_sent:
-            raise UserError(
-                f"mixing={self.mixing} needs an exchange: where replicas come and go, others' outer steps move "
-                "what is in flight; take mix",
-                "mixing",
-            )
         if self.weights != "equal":
             raise UserError(
                 f"weights={self.weights} is for a fixed group, and where replicas come and go the run has its "

@@ -29,6 +29,9 @@ class Cohort:
     """Replicas, ascending."""
     weights: tuple[float, ...]
     """One per member, above 0, the largest 1: equal weights are all 1, and give the bits of a plain average."""
+    is_new: bool = False
+    """True if by half other replicas are active than at the fragment's last outer step for which it was true, or
+    at its first one."""
 
     def __post_init__(self) -> None:
         """Check our own invariants: a cohort is never built from user input."""

@@ -29,6 +29,10 @@ class Nesterov(OuterRule):
     η = 1 and μ = 0 replace the outer parameters by the replicas' average (Local SGD, FedAvg). A restart, v ← 0, is
     that of arXiv 2605.28585. η may decay over R rounds: η_r = η (1 − (1 − f) min(1, (r − 1) / (R − 1))).
 
+    With `restart_with_members`, v ← 0 and C ← A also where 2 |A ∩ C| < |C| or |A| ≥ 2 |C|: A is the set of the
+    replicas that are active at an outer step, and C was A at the fragment's first one. A store's log decides it,
+    and a replica that comes back under its name is the same one. It is off by default: no paper has measured it.
+
     >>> import torch
     >>> outer, velocity = Nesterov(lr=1.0, momentum=0.0).step(
     ...     torch.ones(2), torch.zeros(2), torch.full((2,), 0.25)
@@ -43,6 +47,8 @@ class Nesterov(OuterRule):
     """μ, the outer momentum."""
     restart_every: int = 0
     """Rounds of a fragment after which v restarts at 0; 0 for never."""
+    restart_with_members: bool = False
+    """True if v restarts at 0 where by half other replicas are active; in a fixed group they never are."""
     decay_rounds: int = 0
     """R, rounds of a fragment in which η decays; 0 for a constant η."""
     final: float = 0.1
@@ -65,9 +71,10 @@ class Nesterov(OuterRule):
             if getattr(self, name) < 0:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 0", name)
 
-    def begin(self, fragment: FragmentState, sync: Sync) -> Self:
-        """Restart v where its rounds are over; returns the rule with the round's η."""
-        if self.restart_every and (sync.round - 1) % self.restart_every == 0:
+    def begin(self, fragment: FragmentState, sync: Sync, cohort: Cohort) -> Self:
+        """Restart v where its rounds are over, or the cohort is new; returns the rule with the round's η."""
+        is_over = self.restart_every and (sync.round - 1) % self.restart_every == 0
+        if is_over or (self.restart_with_members and cohort.is_new):
             fragment.use("velocity").zero_()
         return replace(self, lr=self.rate(sync), decay_rounds=0) if self.decay_rounds else self
 
@@ -95,7 +102,7 @@ class Nesterov(OuterRule):
 
     def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
         """Take the outer step."""
-        now = self.begin(fragment, sync)
+        now = self.begin(fragment, sync, cohort)
         vectors = fragment.use("outer"), fragment.use("velocity"), average.total_N
         most = elements_at_once(average.total_N.device)
         for outer_n, velocity_n, total_n in zip(*(v.split(most) for v in vectors), strict=True):
@@ -133,7 +140,7 @@ class DelayedNesterov(Nesterov):
 
     def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
         """Take the outer step."""
-        n, c, lr = self.delay, self.activation, self.begin(fragment, sync).lr
+        n, c, lr = self.delay, self.activation, self.begin(fragment, sync, cohort).lr
         is_nth = sync.round % n == 0
         momentum = ((1 - c * n + c) if is_nth else c) * self.momentum
         vectors = *map(fragment.use, ("outer", *self.slots)), average.total_N

@@ -47,7 +47,7 @@ def take_outer_step(
     """
     # A subclass may compute something else than native.c.
     if type(rule) is Nesterov and type(merge_rule) is Mixing and (fast := _native(parameters)) is not None:
-        rule = rule.begin(fragment, sync)
+        rule = rule.begin(fragment, sync, cohort)
         scalars = (average.weight, rule.lr, rule.momentum, merge_rule.alpha, 1 - merge_rule.alpha)
         sizes = [theta.numel() for theta in parameters]
         vectors = fragment.use("outer"), fragment.use("velocity"), average.total_N

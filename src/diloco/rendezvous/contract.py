@@ -179,7 +179,7 @@ class Decision:
             fragment=body.fragment,
             round=body.round,
             before=int(body.before, 16),
-            cohort=state.cohort(body.contributions),
+            cohort=replace(state.cohort(body.contributions), is_new=ref.is_new),
             content=content,
             base_rounds={c.replica: c.base_round for c in body.contributions},
             is_shift=state.is_shift(body),
@@ -267,10 +267,11 @@ class Seat(Protocol):
         """Start to upload Θ_p (`outer`) and the slots after a round; the vectors are copies."""
         ...
 
-    def close(self, *, if_last: bool = False) -> None:
+    def close(self, *, is_told: bool = True, if_last: bool = False) -> None:
         """Start to end the run, whose token budget is spent: nothing more is offered here.
 
         Args:
+            is_told: own offers were counted; False before that, where others may be needed to count them.
             if_last: leave, and end the run only if all other replicas have left.
         """
         ...

@@ -10,9 +10,9 @@ With the quorum `majority` a replica writes the outer entry of a fragment
 A bridge writes a shift at once, and its payloads enter no other outer step.
 
 With a number K as quorum, K payloads take the place of more than half. No entry counts fewer, however late, but
-where fewer replicas are active. Decoupled DiLoCo (arXiv 2604.21428) waits for more than its quorum as long as
-that costs no training time. Here this grace is what is left of τ, which adapts to the pace: τ counts inner
-steps, and before its end nobody would merge.
+where fewer replicas are active, or a replica has said that the token budget is spent. Decoupled DiLoCo (arXiv
+2604.21428) waits for more than its quorum as long as that costs no training time. Here this grace is what is
+left of τ, which adapts to the pace: τ counts inner steps, and before its end nobody would merge.
 
 A payload that comes later counts in a later round, until it is too old. With the quorum `all` it waits for all of
 them, and the training thread's wait is bounded by `timeout_seconds`. One that an entry counts, and that is gone
@@ -180,7 +180,7 @@ def may_decide(
         if state.refusal(fragment, here[replica]) is None and (replica == own or not state.is_bridge(replica))
     ]
     replicas = {contribution.replica for contribution in usable}
-    if own not in replicas or state.members[own].left or not state.is_complete:
+    if own not in replicas or (state.members[own].left and not state.finished) or not state.is_complete:
         return None
     if state.is_bridge(own):
         return (here[own],)

@@ -258,6 +258,8 @@ class LogThread:
         """For each fragment the round that the training thread has applied, and the digest of Θ_p after it."""
         self.wanted: Sequence[int] = ()
         """Fragments whose open round has another's payload."""
+        self.is_told = False
+        """True once the training thread offers nothing more, and its offers were counted."""
         self.failure: str | None = None
         """The reason why this replica can't go on."""
         self._store, self._log, self._own = store, log, own
@@ -336,14 +338,20 @@ class LogThread:
     async def close(self, step_seconds: float, timeout_seconds: float) -> None:
         """Leave, since the run's token budget is spent, and close the run, unless another replica does.
 
-        Before that it waits for active replicas as long as `patience` inner steps take; with the quorum "all", and
-        at the most, half of the time that a decision may take.
+        If own offers are not counted half-way through their patience, it leaves before: from there on a number as
+        quorum does not bind. Before it closes the run it waits for active replicas as long as `patience` inner
+        steps take; with the quorum "all", and at the most, half of the time that a decision may take.
 
         Args:
             step_seconds: the time of an inner step.
             timeout_seconds: the longest time that a decision may take.
         """
+        last = time.monotonic() + self._pace.drain_seconds / 2
+        while not (self.is_told or self._has_ended or (time.monotonic() > last and not self.state.finished)):
+            await asyncio.sleep(self._pace.poll_seconds)
         await self.leave(finished=True)
+        while not self.is_told:
+            await asyncio.sleep(self._pace.poll_seconds)
         seconds = timeout_seconds / 2
         if self.state.rules.quorum != "all":
             seconds = min(seconds, max(self._pace.close_seconds, self._pace.patience * step_seconds))
@@ -398,7 +406,7 @@ class LogThread:
     def _heed(self, number: int, entry: Entry) -> None:
         """Act on an entry that is in the log now."""
         if isinstance(entry.body, Outer):
-            self.delivery.put(entry.author, OuterRef(number=number, body=entry.body))
+            self.delivery.put(entry.author, self.state.fragments[entry.body.fragment].since[-1])
             self.outbox.counted(entry.body)
         if self.state.closed:
             with self.news:
@@ -457,7 +465,7 @@ class LogThread:
 
     def _end(self) -> Close | None:
         """The entry that closes the run, if this replica may write it now: it names its own Θ."""
-        if self._closes_at is None or (self.state.active and time.monotonic() < self._closes_at):
+        if self._closes_at is None or (self._may_count_more() and time.monotonic() < self._closes_at):
             return None
         if self.state.members[self._own].fenced:
             return None  # the replica that has taken its place can
@@ -465,6 +473,16 @@ class LogThread:
         if [applied for applied, _ in bases] != [log.round for log in self.state.fragments]:
             return None  # the training thread has not taken the last outer steps yet
         return Close(outer=tuple(f"{base:016x}" for _, base in bases))
+
+    def _may_count_more(self) -> bool:
+        """True if replicas are active, or payloads are here of one that has left before they were counted."""
+        state, all_here = self.state, enumerate(self.inbox.here)
+        may_be_left = isinstance(state.rules.quorum, int)
+        return bool(state.active) or any(
+            may_be_left and state.refusal(p, arrived.contribution) is None
+            for p, here in all_here
+            for arrived in here.values()
+        )
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):

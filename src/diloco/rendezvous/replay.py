@@ -434,11 +434,11 @@ class Replay:
         self._bases = [log.bases for log in self.state.fragments]
         self._snapshots = [{ref.round: ref for ref in log.snapshots} for log in self.state.fragments]
         log = Log(self._store, self.state)
-        async for number, entry in log.read():
+        async for _, entry in log.read():
             self.state = log.state
             self.checked.entries += 1
             if isinstance(entry.body, Outer):
-                self._outers.append(OuterRef(number=number, body=entry.body))
+                self._outers.append(self.state.fragments[entry.body.fragment].since[-1])
             if isinstance(entry.body, Snapshot):
                 ref = self.state.fragments[entry.body.fragment].snapshots[-1]
                 self._snapshots[entry.body.fragment][ref.round] = ref

@@ -396,8 +396,9 @@ class _StoreSeat:
         """Start to upload Θ_p (`outer`) and the slots after a round."""
         self._background.call(self.log_thread.snapshots.put, fragment, round, vectors)
 
-    def close(self, *, if_last: bool = False) -> None:
+    def close(self, *, is_told: bool = True, if_last: bool = False) -> None:
         """Start to end the run, unless another replica does, too; see `Seat`."""
+        self.log_thread.is_told = is_told
         if self._is_closing or self.log_thread.state.closed:
             return
         self._is_closing = True

@@ -13,7 +13,7 @@ from diloco.errors import FileError
 from diloco.outer.cohort import Weights
 from diloco.schema import NAME, Count, Name
 
-FORMAT = 8
+FORMAT = 9
 """Version of the log's format."""
 MOST_REPLICAS = (1 << 16) - 2
 """Numbers of replicas that codecs can tell apart."""

@@ -87,6 +87,8 @@ class OuterRef:
 
     number: Count
     body: Outer
+    is_new: bool = False
+    """As in `Cohort`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,8 @@ class FragmentLog:
     """The newest payload that was counted, of each replica that is not fenced."""
     last_round: dict[Count, Count] = field(default_factory=dict)
     """For each slot the newest round that counted a replica which held it."""
+    active: tuple[Count, ...] = ()
+    """The slots of the replicas that were active at the first outer step, or once by half others were, sorted."""
     snapshots: tuple[SnapshotRef, ...] = ()
     """The last two snapshots."""
     since: tuple[OuterRef, ...] = ()
@@ -213,6 +217,15 @@ def least_payloads(quorum: Quorum, num_active: int, *, after_patience: bool) -> 
     if quorum == "majority":
         return 1 if after_patience else num_active // 2 + 1
     return min(quorum, num_active)
+
+
+def differ_by_half(now: Collection[int], then: Collection[int]) -> bool:
+    """True if fewer than half of those then are here now, or now they are twice as many; False if then was nobody.
+
+    >>> [differ_by_half(now, (0, 1, 2, 3)) for now in ((0, 1), (0, 8, 9), range(7), range(8))]
+    [False, True, False, True]
+    """
+    return bool(then) and (2 * len({*now} & {*then}) < len(then) or len(now) >= 2 * len(then))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,7 +402,8 @@ class RunState:
         active, quorum = self.active, self.rules.quorum
         if quorum == "all" and (missing := [replica for replica in active if replica not in replicas]):
             return f"leaves out replicas {missing}, and the quorum is all"
-        if isinstance(quorum, int) and len(replicas) < least_payloads(quorum, len(active), after_patience=True):
+        has_least = isinstance(quorum, int) and not self.finished
+        if has_least and len(replicas) < least_payloads(quorum, len(active), after_patience=True):
             return f"counts {len(replicas)} of {len(active)} active replicas, and the quorum is {quorum}"
         return None
 
@@ -526,7 +540,8 @@ class RunState:
         if not 0 <= author < len(self.members):
             self._refuse(f"is by replica {author}, which has not joined")
         member, closes = self.members[author], isinstance(entry.body, Close)
-        if member.fenced or (member.left and not closes):
+        may_still = closes or (isinstance(entry.body, Outer) and self.finished)
+        if member.fenced or (member.left and not may_still):
             self._refuse(f"is by replica {author}, which has left, or was replaced")
         if closes and not (member.left and (self.finished or not self.present)):
             self._refuse(
@@ -597,18 +612,22 @@ class RunState:
                 self._refuse(f"counts payload {contribution.seq} of replica {contribution.replica}, but {reason}")
         if not self.is_complete:
             self._refuse(f"steps before {self.rules.num_replicas} replicas were present together")
-        is_shift, since = self.is_shift(body), OuterRef(number=self.number, body=body)
+        is_shift, active = self.is_shift(body), log.active
         if is_shift and replicas != [author]:
             self._refuse(f"counts the bridge, {self.rules.bridge}, beside others")
         if not is_shift and (reason := self.refusal_of_replicas(replicas)):
             self._refuse(reason)
+        if not is_shift:
+            active = tuple(sorted({self.members[replica].slot for replica in (*self.active, *replicas)}))
+        is_new = differ_by_half(active, log.active)
         norms = () if is_shift else tuple(c.norm for c in body.contributions)
         log = replace(
             log.stepped(body, self.rules.max_stale, is_shift=is_shift),
             norms=(*log.norms, *norms)[-_MOST_NORMS:],
             last_seq=log.last_seq | {c.replica: c.seq for c in body.contributions},
             last_round=log.last_round | {self.members[replica].slot: body.round for replica in replicas},
-            since=(*log.since, since),
+            active=active if is_new or not log.active else log.active,
+            since=(*log.since, OuterRef(number=self.number, body=body, is_new=is_new)),
         )
         state = self._with(body.fragment, log)
         return state if is_shift else state._counted(body.contributions)

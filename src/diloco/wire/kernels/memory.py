@@ -103,4 +103,4 @@ def elements_at_once(device: torch.device) -> int:
 
     On a GPU a piece is larger: an operation on it must take much longer than its launch.
     """
-    return 1 << 22 if device.type == "cpu" else 1 << 26
+    return 1 << 17 if device.type == "cpu" else 1 << 26
