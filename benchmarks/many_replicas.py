@@ -150,7 +150,7 @@ def _verified(url: str, name: str, folder: Path) -> Row:
 
 
 def _diloco(*words: str) -> str:
-    """What a command prints, in this process: beside 32 replicas an interpreter takes half a minute to start."""
+    """The output of a command, in this process: beside 32 replicas an interpreter takes half a minute to start."""
     output = io.StringIO()
     with redirect_stdout(output):
         diloco(["store", *words])
