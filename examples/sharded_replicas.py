@@ -47,7 +47,7 @@ model = LlamaForCausalLM(
 )
 for module in (*model.model.layers, model):
     fully_shard(module, mesh=mesh["shard"], reshard_after_forward=True)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 # --8<-- [end:sharding]
 
 # --8<-- [start:engine]

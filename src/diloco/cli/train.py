@@ -52,11 +52,10 @@ def run(arguments: list[str]) -> None:
     """Train a run of a recipe, or resume one."""
     from diloco.training.processes import prepared
 
-    with spelled(Command):
-        # A library that starts threads reads a run's settings; of others, torch is imported once for all processes.
-        with prepared() if _reads_a_run(*_words(arguments)) else nullcontext():
-            command, budget = _parsed(arguments)
-            _start(command, budget)
+    # A library that starts threads reads a run's settings; else torch is imported before, once for all processes.
+    with spelled(Command), prepared() if _reads_a_run(*_words(arguments)) else nullcontext():
+        command, budget = _parsed(arguments)
+        _start(command, budget)
 
 
 def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
