@@ -223,7 +223,7 @@ SMOKES = [
     ),
     Smoke(
         "links.py",
-        "{text} --output {out} --recipe tiny --global-batch 2 --sync-every 6 --repeats 1 --seconds 0.5 "
+        "{text} --output {out} --recipe tiny --sync-every 6 --repeats 1 --seconds 0.2 "
         "--bandwidths 200 --methods payload,data_parallel_bf16,diloco,streaming_overlapped_fp4:3"
         + TORCHFT
         * ",torchft_diloco",
