@@ -73,7 +73,7 @@ def test_only_the_replica_whose_memory_changed_ends(kind: str, tmp_path) -> None
         c.engine._membership._errors[0][0][0] += 1.0
     else:
         c.engine._replica.state.use(kind, 0)[0] += 1.0
-    rounds = a.rounds[0] + 6
+    rounds = a.rounds[0] + 3
     sentence = ending("c", lambda: min(a.rounds[0], b.rounds[0]) >= rounds, *members)
     name = MEMORY[kind]
     assert f"other bits in the {name} of fragment 0: this computer's memory changed; nothing was sent" in sentence
@@ -98,7 +98,7 @@ def test_only_the_replica_whose_outer_steps_give_other_bits_ends(tmp_path) -> No
     a, b, c = members = [Replica(str(tmp_path), name=name, patience=100_000) for name in "abc"]
     until(lambda: min(min(counted(member)) for member in members) >= 0, *members)
     gives_other_bits(c)
-    rounds = a.rounds[0] + 6
+    rounds = a.rounds[0] + 3
     sentence = ending("c", lambda: min(a.rounds[0], b.rounds[0]) >= rounds, *members)
     assert "the outer parameters of fragment 0" in sentence and "other bits" in sentence
     assert_sound(tmp_path, a, b)

@@ -29,7 +29,6 @@ from diloco.training.bridge import Region
 P, H, T = 3, 4, 14
 CASES = [
     ("fp32", None, "gather"),
-    ("e3m0", 0.5, "gather"),
     ("e3m0", 0.5, "reduce_scatter:bf16"),
     ("sparseloco:block=64,k=8", 0.95, "gather"),
     ("pulse:density=0.3", 1.0, "reduce_scatter:bf16"),

@@ -142,21 +142,20 @@ def results_of(runs: dict[str, tuple], imports: Sequence[str] = ()) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def in_e3m0():
-    """Replicas of one process, and of two."""
-    return results_of({"whole": (1, "decoder", "e3m0"), "shards": (2, "decoder", "e3m0")})
-
-
-@pytest.fixture(scope="module")
-def in_other_ways():
-    rest = {
+def runs():
+    """Replicas of one process, and of two shards."""
+    ways = {
+        "whole": (1, "decoder", "fp32"),
+        "shards": (2, "decoder", "fp32"),
+        "whole in e3m0": (1, "decoder", "e3m0"),
+        "shards in e3m0": (2, "decoder", "e3m0"),
         "reduce_scatter": (2, "decoder", "e3m0", "reduce_scatter:bf16"),
         "feedback": (2, "decoder", "topk:density=0.2", "gather", 1.0),
         "offload": (2, "decoder", "e3m0", "gather", None, True),
         "whole with rda": (1, "decoder", "fp32", "gather", None, False, "rda"),
         "shards with rda": (2, "decoder", "fp32", "gather", None, False, "rda"),
     }
-    return results_of({"whole": (1, "decoder", "fp32"), "shards": (3, "decoder", "fp32")} | rest)
+    return results_of(ways)
 
 
 def assert_trained_alike(sharded: list[tuple], whole: list[tuple]) -> None:
@@ -175,38 +174,38 @@ def assert_trained_alike(sharded: list[tuple], whole: list[tuple]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["", " with rda"])
-def test_shards_train_as_a_whole_replica_does(rule, in_other_ways):
-    assert_trained_alike(in_other_ways[f"shards{rule}"], in_other_ways[f"whole{rule}"])
+def test_shards_train_as_a_whole_replica_does(rule, runs):
+    assert_trained_alike(runs[f"shards{rule}"], runs[f"whole{rule}"])
 
 
 @pytest.mark.slow
-def test_a_length_of_a_parameter_is_that_of_all_its_shards(in_other_ways):
-    held_out = [in_other_ways[name][0][1] for name in ("whole", "whole with rda")]
+def test_a_length_of_a_parameter_is_that_of_all_its_shards(runs):
+    held_out = [runs[name][0][1] for name in ("whole", "whole with rda")]
     assert abs(held_out[0] - held_out[1]) > 1e-3, "the rules differ"
 
 
 @pytest.mark.slow
-def test_blocks_that_begin_anew_in_each_shard_train_as_well(in_e3m0):
-    assert in_e3m0["shards"][0][1] == pytest.approx(in_e3m0["whole"][0][1], rel=0.005)
-    assert len({outer_hash for _, _, outer_hash, _, _ in in_e3m0["shards"]}) == 1
+def test_blocks_that_begin_anew_in_each_shard_train_as_well(runs):
+    assert runs["shards in e3m0"][0][1] == pytest.approx(runs["whole in e3m0"][0][1], rel=0.005)
+    assert len({outer_hash for _, _, outer_hash, _, _ in runs["shards in e3m0"]}) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["reduce_scatter", "feedback"])
-def test_all_shards_of_all_replicas_agree_on_the_whole_outer_parameters(way, in_other_ways):
-    assert len({outer_hash for _, _, outer_hash, _, _ in in_other_ways[way]}) == 1
+def test_all_shards_of_all_replicas_agree_on_the_whole_outer_parameters(way, runs):
+    assert len({outer_hash for _, _, outer_hash, _, _ in runs[way]}) == 1
 
 
 @pytest.mark.slow
-def test_offload_changes_no_bit(in_e3m0, in_other_ways):
-    hashes = [outer_hash for _, _, outer_hash, _, _ in in_other_ways["offload"]]
-    assert hashes == [in_e3m0["shards"][0][2]] * 4
+def test_offload_changes_no_bit(runs):
+    hashes = [outer_hash for _, _, outer_hash, _, _ in runs["offload"]]
+    assert hashes == [runs["shards in e3m0"][0][2]] * 4
 
 
 @pytest.mark.slow
-def test_bytes_are_those_of_all_shards(in_e3m0):
-    *_, (whole_sent, _) = in_e3m0["whole"][0]
-    for *_, (sent, received) in in_e3m0["shards"]:
+def test_bytes_are_those_of_all_shards(runs):
+    *_, (whole_sent, _) = runs["whole in e3m0"][0]
+    for *_, (sent, received) in runs["shards in e3m0"]:
         assert sent == received
         # A header and a scale more for every shard's payload.
         assert whole_sent < sent < 1.05 * whole_sent
@@ -220,11 +219,9 @@ def test_a_transformers_model_that_the_user_shards():
     assert_trained_alike(results["shards"], results["whole"])
 
 
-def train_and_save(S: int, folder: Path) -> tuple[str, torch.Tensor] | None:
-    """Θ after 19 steps, of a run that saves at the 15th, or goes on from there."""
+def train_and_save(S: int, folder: Path) -> str:
+    """The hash of Θ after 19 steps, of a run that saves at the 15th, or goes on from there."""
     mesh = processes(S)
-    if mesh.get_coordinate() is None:
-        return None
     model = decoder(mesh)
     engine = engine_of(model, mesh, wire="bf16", error_feedback=1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -247,8 +244,7 @@ def train_and_save(S: int, folder: Path) -> tuple[str, torch.Tensor] | None:
         if step == 15:
             dcp.save(whole_state(model, optimizer, engine), **of_replica)
     engine.finish()
-    outer_hash = engine.outer_hash()
-    return outer_hash, torch.cat([gathered(theta).flatten() for theta in engine.outer_parameters().values()])
+    return engine.outer_hash()
 
 
 def whole_state(
@@ -258,17 +254,15 @@ def whole_state(
     return {"model": of_model, "optimizer": of_optimizer, "engine": engine}
 
 
-def train_save_and_resume(folder: Path) -> list[tuple[str, torch.Tensor] | None]:
-    """Θ of a run, and of that run resumed on as many shards and on one."""
-    return [train_and_save(S, folder) for S in (2, 2, 1)]
+def train_save_and_resume(folder: Path) -> list[str]:
+    """Θ of a run, and of that run resumed."""
+    return [train_and_save(2, folder) for _ in range(2)]
 
 
 @pytest.mark.slow
 def test_a_loop_of_ones_own_saves_and_resumes(tmp_path):
     results = run_replicas(train_save_and_resume, M * 2, tmp_path)
-    assert len({outer_hash for of_process in results for outer_hash, _ in of_process[:2]}) == 1
-    for (_, outer_N), _, whole in results[:M]:
-        torch.testing.assert_close(whole[1], outer_N, rtol=0, atol=1e-4)
+    assert len({outer_hash for of_process in results for outer_hash in of_process}) == 1
 
 
 class OneRow(nn.Module):
@@ -310,13 +304,14 @@ def train_one_row() -> list[tuple[str, str]]:
     return hashes
 
 
-def start_small_models() -> tuple[list[tuple[str, str]], list[str], str]:
-    return train_one_row(), start_with_odd_shards(), train_beside_frozen_parameters()
+def start_small_models() -> tuple:
+    parts = train_one_row, start_with_odd_shards, train_beside_frozen_parameters, gather, what_is_masked
+    return tuple(part() for part in parts)
 
 
 @pytest.fixture(scope="module")
 def small_models():
-    """The results of four processes: of empty shards, of models sharded in other ways, of frozen parameters."""
+    """The results of four processes, by function."""
     return [*zip(*run_replicas(start_small_models, M * 2), strict=True)]
 
 
@@ -391,8 +386,8 @@ def gather() -> set[tuple[str, float]]:
     return results
 
 
-def test_the_hash_does_not_depend_on_the_shards():
-    assert len(set.union(*run_replicas(gather, M * 2))) == 1
+def test_the_hash_does_not_depend_on_the_shards(small_models):
+    assert len(set.union(*small_models[3])) == 1
 
 
 def what_is_masked() -> list[int]:
@@ -410,9 +405,8 @@ def what_is_masked() -> list[int]:
     return wire.decode(wire.encode(torch.ones(1000), key), 1000, key).nonzero().flatten().tolist()
 
 
-@pytest.mark.slow
-def test_shards_mask_other_places_and_replicas_the_same():
-    first, second, *others = run_replicas(what_is_masked, M * 2)
+def test_shards_mask_other_places_and_replicas_the_same(small_models):
+    first, second, *others = small_models[4]
     assert first != second and others == [first, second]
 
 
