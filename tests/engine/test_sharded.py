@@ -1,7 +1,6 @@
 """Replicas of several processes: FSDP2 inside each, and the engine on local shards."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -129,28 +128,38 @@ def train_all(runs: list[tuple]) -> list[tuple | None]:
     return [train(*run) for run in runs]
 
 
-def results_of(runs: dict[str, tuple], imports: Sequence[str] = ()) -> dict[str, list[tuple]]:
-    """The results of `train` in each process of some runs, one after another in the same processes."""
-    by_process = run_replicas(
-        train_all, M * max(S for S, *_ in runs.values()), [*runs.values()], imports=imports, timeout_seconds=180
-    )
+def results_of(runs: dict[str, tuple], by_process: list[list[tuple | None]]) -> dict[str, list[tuple]]:
+    """The results of `train_all`, by run."""
     by_run = zip(*by_process, strict=True)
     return {name: [one for one in of_run if one is not None] for name, of_run in zip(runs, by_run, strict=True)}
 
 
+WAYS = {
+    "whole": (1, "decoder", "fp32"),
+    "shards": (2, "decoder", "fp32"),
+    "whole in e3m0": (1, "decoder", "e3m0"),
+    "shards in e3m0": (2, "decoder", "e3m0"),
+    "offload": (2, "decoder", "e3m0", True),
+    "whole with rda": (1, "decoder", "fp32", False, "rda"),
+    "shards with rda": (2, "decoder", "fp32", False, "rda"),
+}
+
+
+def run_decoders(folder: Path) -> tuple:
+    return train_all([*WAYS.values()]), train_save_and_resume(folder), evaluate_whole_and_shards()
+
+
 @pytest.fixture(scope="module")
-def runs():
+def decoders(tmp_path_factory):
+    """The results of four processes, by function."""
+    folder = tmp_path_factory.mktemp("saved")
+    return [*zip(*run_replicas(run_decoders, M * 2, folder, timeout_seconds=180), strict=True)]
+
+
+@pytest.fixture(scope="module")
+def runs(decoders):
     """Replicas of one process, and of two shards."""
-    ways = {
-        "whole": (1, "decoder", "fp32"),
-        "shards": (2, "decoder", "fp32"),
-        "whole in e3m0": (1, "decoder", "e3m0"),
-        "shards in e3m0": (2, "decoder", "e3m0"),
-        "offload": (2, "decoder", "e3m0", True),
-        "whole with rda": (1, "decoder", "fp32", False, "rda"),
-        "shards with rda": (2, "decoder", "fp32", False, "rda"),
-    }
-    return results_of(ways)
+    return results_of(WAYS, decoders[0])
 
 
 def assert_trained_alike(sharded: list[tuple], whole: list[tuple]) -> None:
@@ -204,7 +213,8 @@ def test_bytes_are_those_of_all_shards(runs):
 def test_a_transformers_model_that_the_user_shards():
     pytest.importorskip("transformers")
     runs = {"whole": (1, "llama", "fp32"), "shards": (2, "llama", "fp32")}
-    results = results_of(runs, imports=["transformers.models.llama.modeling_llama"])
+    imports = ["transformers.models.llama.modeling_llama"]
+    results = results_of(runs, run_replicas(train_all, M * 2, [*runs.values()], imports=imports))
     assert_trained_alike(results["shards"], results["whole"])
 
 
@@ -249,9 +259,8 @@ def train_save_and_resume(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_loop_of_ones_own_saves_and_resumes(tmp_path):
-    results = run_replicas(train_save_and_resume, M * 2, tmp_path)
-    assert len({outer_hash for of_process in results for outer_hash in of_process}) == 1
+def test_a_loop_of_ones_own_saves_and_resumes(decoders):
+    assert len({outer_hash for of_process in decoders[1] for outer_hash in of_process}) == 1
 
 
 class OneRow(nn.Module):
@@ -433,9 +442,8 @@ def evaluate_whole_and_shards() -> tuple:
 
 
 @pytest.mark.slow
-def test_a_sharded_model_is_evaluated_at_the_outer_parameters():
-    results = run_replicas(evaluate_whole_and_shards, M * 2)
-    whole, _ = results[0][0]
-    for _, (outer, own) in results:
+def test_a_sharded_model_is_evaluated_at_the_outer_parameters(decoders):
+    whole, _ = decoders[2][0][0]
+    for _, (outer, own) in decoders[2]:
         torch.testing.assert_close(outer, whole, rtol=0, atol=1e-3)
         assert (outer - own).abs().max() > 10 * (outer - whole).abs().max()

@@ -152,21 +152,25 @@ def test_the_state_of_shards_is_taken_up_on_any_number_of_shards(tmp_path):
     check_resumed(whole, saved, is_same=False, tolerance=0.02)
 
 
+MESHES = {"one": (1, 1, 1), "tensor": (2, 1, 2), "both": (4, 1, 2), "hsdp": (2, 2, 1)}
+"""S, D and tensor_parallel."""
+
+
+def on(mesh: str, function: Callable, optimizer: str, folder: Path) -> tuple:
+    """A call for a replica alone on a mesh."""
+    S, D, tensor_parallel = MESHES[mesh]
+    return function, S, "fp32", "gather", folder, D, tensor_parallel, optimizer, 1
+
+
 @pytest.mark.slow
 def test_a_state_is_taken_up_on_another_mesh(tmp_path):
-    """Bit for bit, of one replica; S, D and tensor_parallel differ."""
-    for folder, optimizer in (("hsdp", "muon"), ("tensor", "schedule_free")):
-
-        def on(function: Callable, S: int, D: int, parallel: int, folder=folder, optimizer=optimizer) -> tuple:
-            return function, S, "fp32", "gather", tmp_path / folder, D, parallel, optimizer, 1
-
-        if folder == "hsdp":
-            saved, resumed = results_of(4, on(save, 2, 2, 1), on(resume, 4, 1, 2))
-        else:
-            saved, again = results_of(2, on(save, 2, 1, 2), on(resume, 2, 1, 2))
-            check_resumed(again, saved, is_same=True, tolerance=0)
-            (resumed,) = results_of(1, on(resume, 1, 1, 1))
-        check_resumed(resumed, saved, is_same=False, tolerance=1e-4)
+    muon, schedule_free = ("muon", tmp_path / "muon"), ("schedule_free", tmp_path / "schedule_free")
+    saved, resumed = results_of(4, on("hsdp", save, *muon), on("both", resume, *muon))
+    check_resumed(resumed, saved, is_same=False, tolerance=1e-4)
+    saved, again = results_of(2, on("tensor", save, *schedule_free), on("tensor", resume, *schedule_free))
+    check_resumed(again, saved, is_same=True, tolerance=0)
+    (resumed,) = results_of(1, on("one", resume, *schedule_free))
+    check_resumed(resumed, saved, is_same=False, tolerance=1e-4)
 
 
 def train_alone(S: int, also_compiled: bool, tensor_parallel: int = 1) -> tuple[list[float], str]:
