@@ -224,7 +224,7 @@ def test_a_payload_that_was_counted_during_a_long_absence_is_told_once(tmp_path,
     slow.finish()
 
 
-@pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
+@pytest.mark.parametrize("combine", ["gather", pytest.param("reduce_scatter", marks=pytest.mark.slow)])
 def test_the_error_of_error_feedback_changes_when_a_payload_is_counted_and_then_only(combine, tmp_path) -> None:
     settings = {"error_feedback": 0.5, "wire": "e3m0", "combine": combine}
     ours = Replica(str(tmp_path), name="ours", num_replicas=1, **settings)

@@ -63,7 +63,9 @@ MEMORY = {
 }
 
 
-@pytest.mark.parametrize("kind", MEMORY)
+@pytest.mark.parametrize(
+    "kind", ["outer", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*MEMORY][1:])]
+)
 def test_only_the_replica_whose_memory_changed_ends(kind: str, tmp_path) -> None:
     settings = {"patience": 100_000, "error_feedback": 1.0, "wire": "e3m0"}
     a, b, c = members = [Replica(str(tmp_path), name=name, **settings) for name in "abc"]

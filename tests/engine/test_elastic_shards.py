@@ -294,7 +294,9 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize(
+    "how", ["not_finite", *(pytest.param(how, marks=pytest.mark.slow) for how in [*ENDS][1:])]
+)
 def test_a_process_that_fails_ends_its_replica_with_a_sentence_and_the_others_go_on(how: str, tmp_path):
     mortal = (1,) if how == "killed" else ()
     ends = run_replicas(fail, 3, str(tmp_path), how, joined=False, mortal=mortal)

@@ -215,7 +215,10 @@ CUT = {"combine": "reduce_scatter", "num_shares": 4}
 
 @pytest.mark.parametrize(
     ("makes", "suffix", "settings"),
-    [((Path.mkdir, make_pipe), "", {}), ((make_garbage, make_large), "-2", CUT)],
+    [
+        ((Path.mkdir, make_pipe), "", {}),
+        pytest.param((make_garbage, make_large), "-2", CUT, marks=pytest.mark.slow),
+    ],
 )
 def test_a_payload_whose_name_is_taken_gets_the_next(
     makes: tuple[Callable[[Path], object], ...], suffix: str, settings: dict[str, Any], tmp_path: Path, caplog

@@ -58,6 +58,7 @@ from diloco.training.records.tail import ReplicaTail
 from diloco.training.step import begin_step
 
 STEPS = 48
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +256,6 @@ def train_at_own_pace(config: TrainConfig) -> None:
     train(mine, on_step=lambda _: time.sleep(0.01 * rank))
 
 
-@pytest.mark.slow
 def test_replicas_of_other_paces_end_with_the_last_entry_of_the_log(config, tmp_path):
     batches = {"num_replicas": 3, "replica_batch": 1, "micro_batch": 1, "global_batch": 10}
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), num_tokens=24 * 10 * 32, **batches)
@@ -296,7 +296,6 @@ def test_a_finished_run_whose_metrics_are_damaged_ends_well(config, tmp_path, ca
     assert not {"training loss", "tokens/s", "compute utilization"} & shown.keys(), shown
 
 
-@pytest.mark.slow
 def test_a_run_that_nobody_closes_is_summed_up_and_said(config, tmp_path, monkeypatch):
     monkeypatch.setattr(LogThread, "_end", lambda log_thread: None)
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), timeout_seconds=1.0, num_replicas=1)
@@ -322,7 +321,6 @@ def train_together(config: TrainConfig) -> list[float]:
     return [line["learning_rate"] for line in lines(config.runs / "ab"[rank], 0)]
 
 
-@pytest.mark.slow
 def test_fixed_members_have_the_learning_rates_of_a_fixed_group(config, tmp_path):
     """And combine by reduce_scatter."""
     fixed = replace(
@@ -354,7 +352,6 @@ def train_beside_shards(config: TrainConfig) -> list[tuple[int, float]]:
     return rates
 
 
-@pytest.mark.slow
 def test_the_shards_of_a_machine_are_one_replica(config, tmp_path):
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), elastic=ElasticConfig(quorum="all"))
     run = replace(run, num_tokens=24 * 8 * 32)
@@ -397,7 +394,6 @@ def interrupt(config: TrainConfig) -> str:
     return "not interrupted"
 
 
-@pytest.mark.slow
 def test_ctrl_c_leaves_the_run_and_loses_no_payload(config, tmp_path):
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"))
     finished, interrupted = run_replicas(interrupt, 2, run, joined=False)
@@ -424,7 +420,6 @@ def main_until(file: Path, arguments: list[str]) -> None:
     main(arguments)
 
 
-@pytest.mark.slow
 def test_a_joiner_needs_no_settings_but_its_text_and_name(folder):
     """And the same command goes on with the replica."""
     own = ["--rendezvous", "joined", "--runs", "elastic-joined", "--precision", "fp32"]
@@ -455,7 +450,6 @@ def test_a_joiner_needs_no_settings_but_its_text_and_name(folder):
     assert a["contributors"].keys() == {"a", "b"} and a["outer_hash"] == b["outer_hash"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stop", "number", "exit_code"),
     [(os.killpg, signal.SIGINT, 130), (os.kill, signal.SIGTERM, 143)],
