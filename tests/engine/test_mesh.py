@@ -145,7 +145,7 @@ def train(kind: str) -> tuple[str, str, int]:
 
 
 def train_on(kinds: list[str]) -> list[tuple[str, str, int]]:
-    """Where there are eight processes, they check the parts of a mesh of all first."""
+    """The results on each mesh; eight processes check the parts of a mesh of them all first."""
     if dist.get_world_size() == 8:
         check_parts("hsdp and tensor", has_masters=False)
     return [train(kind) for kind in kinds]
