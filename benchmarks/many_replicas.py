@@ -10,24 +10,27 @@ a later call measures what is missing.
 """
 
 import argparse
+import io
 import json
+import os
 import signal
-import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from elastic_study.replica import Server, running_seaweedfs
-from tests.processes import Program, program, run_main
+from tests.processes import Program, program
 
 from diloco.cli.main import main as diloco
+from diloco.errors import UserError
+from diloco.rendezvous.status import Look
 
 WAYS = {
     "gather": ["--diloco.combine", "gather"],
@@ -68,7 +71,7 @@ def train(way: str, server: Server, folder: Path, num_replicas: int, num_steps: 
     for name, files in REGIONS.items():
         library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob(files))
         (folder / f"{name}.txt").write_text("\n".join(file.read_text(errors="replace") for file in library))
-    environment = {**server.environment, "OMP_NUM_THREADS": "1"}
+    os.environ.update({**server.environment, "OMP_NUM_THREADS": "1"})
     names = [*REGIONS] if way == "regions" else [""]
     size, started = num_replicas // len(names), time.monotonic()
     urls = {name: server.new_url() for name in (names if way != "regions" else [*names, "outer"])}
@@ -76,23 +79,23 @@ def train(way: str, server: Server, folder: Path, num_replicas: int, num_steps: 
     with ExitStack() as stack:
 
         def start(words: Sequence[str]) -> None:
-            running.append(stack.enter_context(program(diloco, words, folder=folder, **environment)))
+            running.append(stack.enter_context(program(diloco, words, folder=folder)))
 
         for name, m in product(names, range(size)):
             start(_command(way, urls[name], name, m, size, num_steps))
         if way == "regions":  # a bridge joins a run that is there, and later ones an outer run
             flags = ["--num-replicas", str(len(names)), "--diloco.sync-every", "6"]
             for name in names:
-                _wait_for_run(urls[name], running, folder, environment)
+                _wait_for_run(urls[name], running)
                 start(["bridge", urls[name], urls["outer"], *flags])
-                _wait_for_run(urls["outer"], running, folder, environment)
+                _wait_for_run(urls["outer"], running)
         while any(one.process.exitcode is None for one in running):
             _check(running)
             assert time.monotonic() < started + _MOST_SECONDS, "it takes too long"
             time.sleep(0.2)
         _check(running)
     seconds = time.monotonic() - started
-    statuses = {name: _verified(url, name, folder, environment) for name, url in urls.items()}
+    statuses = {name: _verified(url, name, folder) for name, url in urls.items()}
     inside = [status for name, status in statuses.items() if name != "outer"]
     if way != "regions":
         return [_row(way, "all", inside, num_replicas, seconds)]
@@ -117,13 +120,18 @@ def _command(way: str, url: str, region: str, m: int, size: int, num_steps: int)
     return ["train", "tiny", *words, *WAYS[way]]
 
 
-def _wait_for_run(url: str, running: Sequence[Program], folder: Path, environment: dict[str, str]) -> None:
+def _wait_for_run(url: str, running: Sequence[Program]) -> None:
     """Wait until a store holds a run."""
     deadline = time.monotonic() + _MOST_SECONDS
-    while _diloco(["store", "status", url], folder, environment).returncode:
-        _check(running)
-        assert time.monotonic() < deadline, f"{url} holds no run"
-        time.sleep(1)
+    while True:
+        try:
+            Look(url).again()
+        except UserError:
+            _check(running)
+            assert time.monotonic() < deadline, f"{url} holds no run"
+            time.sleep(0.5)
+        else:
+            return
 
 
 def _check(running: Sequence[Program]) -> None:
@@ -132,22 +140,21 @@ def _check(running: Sequence[Program]) -> None:
     assert failed is None, failed.wait(1)
 
 
-def _verified(url: str, name: str, folder: Path, environment: dict[str, str]) -> Row:
+def _verified(url: str, name: str, folder: Path) -> Row:
     """The status of a run whose log was replayed; every replica has ended with that Θ."""
-    verified, status = (
-        _diloco(["store", *words], folder, environment) for words in (["verify", url], ["status", url, "--json"])
-    )
-    for done in (verified, status):
-        assert done.returncode == 0, done.stdout + done.stderr
+    verified, status = _diloco("verify", url), _diloco("status", url, "--json")
     paths = folder.glob(f"runs/{name}r*/summary.json")
     hashes = {json.loads(path.read_text())["outer_hash"] for path in paths if name != "outer"}
-    assert hashes <= {verified.stdout.split()[-1]}, "every replica ends with the Θ of the replay"
-    return json.loads(status.stdout)
+    assert hashes <= {verified.split()[-1]}, "every replica ends with the Θ of the replay"
+    return json.loads(status)
 
 
-def _diloco(words: Sequence[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """A command, forked like the replicas: beside 32 of them an interpreter takes half a minute to start."""
-    return run_main(diloco, words, folder=folder, timeout_seconds=_MOST_SECONDS, **environment)
+def _diloco(*words: str) -> str:
+    """The output of a command, in this process: beside 32 replicas an interpreter takes half a minute to start."""
+    output = io.StringIO()
+    with redirect_stdout(output):
+        diloco(["store", *words])
+    return output.getvalue()
 
 
 def _row(way: str, level: str, runs: Sequence[Row], num_replicas: int, seconds: float) -> Row:

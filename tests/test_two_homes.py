@@ -27,7 +27,7 @@ from diloco.rendezvous.status import Look
 pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs" / "tutorial" / "two-homes.md").read_text()
 DIARY = "Dear diary, today was a day like all others, and yet I wonder what tomorrow will bring. "
-SHORTER = " --num-tokens 150k --sequence-length 64 --micro-batch 4 --optimizer.learning-rate 4e-3"
+SHORTER = " --num-tokens 90k --sequence-length 64 --micro-batch 4 --optimizer.learning-rate 4e-3"
 """Flags with which a tiny model is fine-tuned in seconds."""
 FASTER = " --micro-batch 8"
 """The flag with which the other home keeps pace."""
@@ -195,7 +195,12 @@ def test_two_homes_train_one_model_and_one_of_them_leaves(tmp_path, use_environm
         os.killpg(gone.pid, signal.SIGKILL)
         before = rounds(url)
         until(lambda: rounds(url) > before)
+        metrics = tmp_path / "runs" / "away" / "metrics-0.jsonl"
+        num_lines = metrics.read_text().count("\n")
+        os.killpg(training.pid, signal.SIGSTOP)  # the run is not to end before the other is back
         back = shell.type(1, away + FASTER)
+        until(lambda: metrics.read_text().count("\n") > num_lines)
+        os.killpg(training.pid, signal.SIGCONT)
         outputs = [one.printed() for one in (training, back)]
         assert re.search(r"one winner(.|\n)* ([5-9]|10)\.?\d* Mbit/s up", checking.printed())
         evaluated, _, written = (shell.type(0, command).printed() for command in afterwards)

@@ -106,7 +106,7 @@ def check_hashes(output: str, rows: Rows) -> None:
 SMOKES = [
     Smoke(
         "fleets.py",
-        "--output {out} --replicas 2 16 --outer-steps 40 --seeds 0",
+        "--output {out} --replicas 2 16 --outer-steps 10 --seeds 0",
         output=r"16 store shares",
         tables=(("fleets.csv", 61),),
         check=lambda output, rows: check_fleets(rows),
@@ -203,12 +203,12 @@ SMOKES = [
         "--repeats 1 --flags --num-tokens 10240",
         r"diloco train tiny +[0-9.]+, [0-9.]+\nits first step +[0-9.]+\n",
     ),
-    Smoke("elastic_join.py", f"length {JOIN} --entries 30,60 --copies 1", r"\| 30 \|.*\n.*\| 60 \|", again=True),
+    Smoke("elastic_join.py", f"length {JOIN} --entries 20,40 --copies 1", r"\| 20 \|.*\n.*\| 40 \|", again=True),
     Smoke("elastic_join.py", f"size {JOIN} --parameters 1e4,1e5 --repeats 1", r" 10,000 .*\n.* 100,000 "),
     Smoke(
         "elastic_join.py",
         "loss --output {out} --num-tokens 64000 -- tiny --data.train {train} --data.held-out {held_out} "
-        "--replica-batch 4 --evaluation.every-steps 4 --evaluation.num-tokens 512",
+        "--replica-batch 4 --evaluation.every-steps 20 --evaluation.num-tokens 512",
         r"\n\| 1 to 5 \| ",
     ),
     Smoke(
@@ -223,8 +223,10 @@ SMOKES = [
     ),
     Smoke(
         "links.py",
-        "{text} --output {out} --recipe tiny --sync-every 6 --repeats 1 --seconds 0.5 --bandwidths 200 --methods "
-        "payload,data_parallel_bf16,diloco,streaming_overlapped_fp4:3" + TORCHFT * ",torchft_diloco",
+        "{text} --output {out} --recipe tiny --sync-every 6 --repeats 1 --seconds 0.2 "
+        "--bandwidths 200 --methods payload,data_parallel_bf16,diloco,streaming_overlapped_fp4:3"
+        + TORCHFT
+        * ",torchft_diloco",
         r"32 MB each way fill(.|\n)*\| 200 \| DiLoCo, FP32 \|",
         (("links.csv", 7 + 4 * TORCHFT),),
         again=True,
@@ -254,7 +256,7 @@ def test_it_runs(smoke: Smoke, tmp_path: Path, text: list[str]):
 @pytest.mark.skipif(bool(MISSING["namespaces"]), reason=str(MISSING["namespaces"]))
 def test_leaders_send_less_between_sites_and_change_no_bit():
     *_, one_a_process, leaders = (
-        line.split() for line in run("sites.py", "--width", 64, "--steps", 40).splitlines()
+        line.split() for line in run("sites.py", "--width", 64, "--steps", 16).splitlines()
     )
     each, lead = (int(row[-2].replace(",", "")) for row in (one_a_process, leaders))
     assert lead < 0.6 * each and one_a_process[-1] == leaders[-1]

@@ -80,6 +80,7 @@ def test_a_part_with_two_faults_is_named_once(capsys, monkeypatch):
     assert printed.out.count("! store") == 2 and printed.err == "diloco: store can't work as it is\n"
 
 
+@pytest.mark.slow
 def test_the_libraries_of_the_trainer_and_of_stores_work_under_the_names_of_their_modules(
     capsys, about, monkeypatch
 ):

@@ -28,18 +28,19 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def train_fixed_groups() -> list[list[str]]:
-    """For each default dtype the hashes of what each codec and reduction makes of Θ, Δ_p and the logs."""
+    """For each default dtype the hashes of what each codec makes of Θ, Δ_p and the logs."""
     results = []
     for dtype in DEFAULTS:
         hashes = []
-        for wire in FORMATS:
-            for combine in ("gather", "reduce_scatter:bf16"):
-                beta = 0.5 if combine == "gather" and wire != "dare" else None
-                beta = 1.0 if wire == "pulse" else beta
-                case = Case(P=2, T=9, layers_per_fragment=2, wire=wire, combine=combine, beta=beta)
-                model = case.model()
-                with default_dtype(dtype):
-                    hashes.append(parameters_hash(dict(enumerate(trained(case, model)))))
+        ways = [(wire, "gather") for wire in FORMATS]
+        ways += [(wire, "reduce_scatter:bf16") for wire in ("e3m0", "int4", "topk")]
+        for wire, combine in ways:
+            beta = 0.5 if combine == "gather" and wire != "dare" else None
+            beta = 1.0 if wire == "pulse" else beta
+            case = Case(P=2, T=9, layers_per_fragment=2, wire=wire, combine=combine, beta=beta)
+            model = case.model()
+            with default_dtype(dtype):
+                hashes.append(parameters_hash(dict(enumerate(trained(case, model)))))
         results.append(hashes)
     return results
 

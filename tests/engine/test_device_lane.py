@@ -107,7 +107,8 @@ def test_the_bits_are_those_of_a_cpu_and_the_host_never_waits(M):
 
 @pytest.mark.slow
 def test_the_bits_are_those_of_a_cpu_on_a_device_without_streams_and_fp64():
-    assert run_replicas(bits_of_both, 2, CASES, True) == [[True] * len(CASES)] * 2
+    cases = CASES[:1] + CASES[2:4]
+    assert run_replicas(bits_of_both, 2, cases, True) == [[True] * len(cases)] * 2
 
 
 def alone_in(folder: str, like_apples: bool) -> str:

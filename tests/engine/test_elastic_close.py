@@ -44,7 +44,7 @@ def train_to_the_end(replica: Replica, pause_seconds: float) -> None:
     run.leave()
 
 
-@pytest.mark.parametrize("quorum", ["majority", "all"])
+@pytest.mark.parametrize("quorum", ["majority", pytest.param("all", marks=pytest.mark.slow)])
 def test_replicas_of_other_paces_end_with_the_last_entry(quorum: str, tmp_path, caplog) -> None:
     replicas = [Replica(str(tmp_path), name=name, quorum=quorum) for name in "abc"]
     threads: list[threading.Thread] = []

@@ -33,9 +33,7 @@ CASES = {"gather": (1, 0), "shares": (3, 0), "a joiner": (1, 1)}
 
 def _counted(server: Server) -> dict[str, list[dict[str, Any]]]:
     """The requests that the replicas of each case count, measured anew where the machine was too busy."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.fleets.cost_replica", "diloco.rendezvous.store_rendezvous"])
-    with ProcessPoolExecutor(10, mp_context=context) as processes:
+    with ProcessPoolExecutor(10, mp_context=get_context("forkserver")) as processes:
         for _ in range(3):
             runs = {case: _replicas(processes, server, *numbers) for case, numbers in CASES.items()}
             counted = {case: [answer.result() for answer in answers] for case, answers in runs.items()}

@@ -109,16 +109,16 @@ def test_a_dry_run_leaves_a_launch_that_runs_alone(tmp_path):
 
 @pytest.mark.slow
 def test_three_replicas_train_on_this_machine_and_one_is_stopped_and_back(small_corpus, tmp_path, capsys):
-    fleet = write_fleet(tmp_path, small_corpus, num_tokens=60_000)
+    fleet = write_fleet(tmp_path, small_corpus, num_tokens=30_000)
     directory = tmp_path / "launch"
     main(["launch", str(fleet), "--on", "local", "--output", str(directory)])
-    wait(lambda: min(num_steps(tmp_path, name) for name in NAMES) >= 10)
-    main(["launch", "resize", str(directory), "a=1"])
     jobs = json.loads((directory / "launch.json").read_text())["jobs"]
     others = [int(jobs[name].split()[0]) for name in ("a-0", "b-0")]
+    wait(lambda: min(num_steps(tmp_path, name) for name in NAMES) >= 10)
     for group in others:  # the run is not to end before the third is back
         os.killpg(group, signal.SIGSTOP)
     try:
+        main(["launch", "resize", str(directory), "a=1"])
         main(["launch", "resize", str(directory), "a=2"])
         before = num_steps(tmp_path, "a-1")
         wait(lambda: num_steps(tmp_path, "a-1") > before)

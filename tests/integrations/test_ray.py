@@ -195,7 +195,7 @@ def process_of(run: Path) -> int:
 @pytest.mark.filterwarnings("default")  # of ray
 def test_a_launch_on_ray_survives_the_death_of_an_actor(cluster, small_corpus, tmp_path, capsys):
     small = "launch.ray = { resources = { CPU = 0.1 } }"
-    fleet = write_fleet(tmp_path, small_corpus, num_tokens=60_000, machine=small)
+    fleet = write_fleet(tmp_path, small_corpus, num_tokens=30_000, machine=small)
     launch = tmp_path / "launch"
     main(["launch", str(fleet), "--on", "ray", "--output", str(launch)])
     with pytest.raises(SystemExit):

@@ -232,7 +232,7 @@ def train_one_of_two(folder: str, replica: int, rank: int, ports: list[int]) -> 
 
     meet_at(ports[4])
     flags = ["--parallelism.tensor_parallel_degree=2", "--checkpoint.no-enable", "--validator.no-enable"]
-    tensor_parallel = trainer_of(folder, *flags, "--training.steps=6")
+    tensor_parallel = trainer_of(folder, *flags, "--training.global_batch_size=2", "--training.steps=5")
     untrained = tensor_parallel.engine.outer_hash()
     tensor_parallel.train()
     return {

@@ -107,7 +107,7 @@ def nanogpt(out_dir: Path, resume_from: int | None) -> Outcome:
     """
     outcome = Outcome()
     torch.manual_seed(1337)
-    model: Any = GPT(tied=True)
+    model: Any = GPT(tied=True, num_layers=2)
     data, iter_num, best_val_loss = torch.Generator().manual_seed(1337 + replica()), 0, math.inf
     scaler, checkpoint = torch.amp.GradScaler("cpu"), {}
     if resume_from is not None:
@@ -213,7 +213,7 @@ def nanochat(out_dir: Path, resume_from: int | None) -> Outcome:
     outcome, data, step = Outcome(), torch.Generator().manual_seed(replica()), 0
     torch.manual_seed(42)
     with torch.device("meta"):
-        model: Any = GPT()
+        model: Any = GPT(num_layers=2)
     model.to_empty(device="cpu")
     for name, parameter in model.named_parameters():
         nn.init.ones_(parameter) if ".norm" in name or "ln_f" in name else nn.init.normal_(parameter, std=0.1)

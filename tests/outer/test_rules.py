@@ -297,7 +297,14 @@ def test_torchs_default_dtype_changes_no_bit(name):
 
 @pytest.mark.parametrize(
     ("name", "snapshot_rounds"),
-    [("restarted", 99), ("rda", 2), ("ties", 99), ("delayed_nesterov", 99), ("torch", 2)],
+    [
+        ("restarted", 99),
+        ("rda", 2),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("ties", 99), ("delayed_nesterov", 99), ("torch", 2))
+        ),
+    ],
 )
 def test_in_a_store_the_replay_gives_the_outer_parameters_of_all_replicas(name, snapshot_rounds, tmp_path):
     """A replica joins from a snapshot of Θ and all slots, or without one takes all rounds, as the replay does."""

@@ -117,6 +117,7 @@ def test_who_dies_after_an_entry_is_stood_in_for(tmp_path) -> None:
     check(tmp_path, b)
 
 
+@pytest.mark.slow
 def test_if_all_die_after_an_entry_whoever_comes_next_goes_on(tmp_path) -> None:
     old = [Replica(str(tmp_path), name=name, **CUT) for name in "ab"]
     until(lambda: min(min(counted(replica)) for replica in old) >= P, *old)
@@ -227,7 +228,7 @@ class Member:
         self.engine.step(tokens=8)
 
 
-@pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
+@pytest.mark.parametrize("combine", [pytest.param("gather", marks=pytest.mark.slow), "reduce_scatter"])
 def test_of_four_replicas_each_downloads_half_of_what_gather_takes(combine, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("diloco.rendezvous.payloads._POLLS_PER_TURN", 1e6)  # nobody is taken for dead
     M, num_rounds = 4, 3

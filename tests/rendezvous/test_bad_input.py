@@ -100,6 +100,7 @@ class Rogue:
         return PAYLOAD.seal(header, Signer()) + body
 
 
+@pytest.mark.slow
 def test_bad_payloads_are_left_out_and_the_run_goes_on(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
     members = [Replica(str(tmp_path), name=name, snapshot_rounds=100) for name in ("a", "b", "silent")]
     a, b, silent = members

@@ -42,7 +42,7 @@ from diloco.training.records.checkpoints import finished_steps
 from diloco.training.records.runs import read_config
 from diloco.training.world import alone
 
-STEPS = 24
+STEPS = 18
 NUM_MOMENTS = int(os.environ.get("NUM_MOMENTS", "2"))
 """Random moments at which a run is stopped; the first ones of the same row each time."""
 

@@ -71,6 +71,7 @@ def undisturbed_and_resumed(folder: Path) -> list[tuple[list[dict], str]]:
     return runs
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_mean_losses_of_an_undisturbed_one(tmp_path):
     for replica, runs in enumerate(run_replicas(undisturbed_and_resumed, 2, tmp_path)):
         (whole, outer_hash), *resumed = runs

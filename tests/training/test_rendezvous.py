@@ -13,7 +13,17 @@ import pytest
 import torch
 from tests.processes import program, run_main, run_replicas
 from tests.training.cases import rate
-from tests.training.runs import TIMEOUT_SECONDS, bodies, lines, quick_config, run, started, summary
+from tests.training.runs import (
+    DILOCO,
+    TIMEOUT_SECONDS,
+    bodies,
+    command,
+    lines,
+    quick_config,
+    run,
+    started,
+    summary,
+)
 
 from diloco.cli.main import main
 from diloco.errors import DisagreementError, ExchangeError, Stopped, UserError
@@ -28,6 +38,7 @@ from diloco.rendezvous.replay import replayed
 from diloco.rendezvous.store import Store
 from diloco.report.runs import summary_facts
 from diloco.schema import converted
+from diloco.training import loop
 from diloco.training.config.config import (
     CheckpointConfig,
     DilocoConfig,
@@ -44,8 +55,10 @@ from diloco.training.records.metrics import metrics_file
 from diloco.training.records.store_runs import initial_parameters
 from diloco.training.records.summary import Summary, contributors
 from diloco.training.records.tail import ReplicaTail
+from diloco.training.step import begin_step
 
 STEPS = 48
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +86,8 @@ def state_of(store: str) -> RunState:
     return asyncio.run(read())
 
 
-def wait_for(path: Path, num_lines: int = 0) -> None:
-    deadline = time.monotonic() + 30
+def wait_for(path: Path, num_lines: int = 0, *, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
     while not path.exists() or path.read_text().count("\n") < num_lines:
         assert time.monotonic() < deadline, path
         time.sleep(0.005)
@@ -243,10 +256,9 @@ def train_at_own_pace(config: TrainConfig) -> None:
     train(mine, on_step=lambda _: time.sleep(0.01 * rank))
 
 
-@pytest.mark.slow
 def test_replicas_of_other_paces_end_with_the_last_entry_of_the_log(config, tmp_path):
     batches = {"num_replicas": 3, "replica_batch": 1, "micro_batch": 1, "global_batch": 10}
-    run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), num_tokens=40 * 10 * 32, **batches)
+    run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), num_tokens=24 * 10 * 32, **batches)
     run_replicas(train_at_own_pace, 3, run, joined=False)
     replay = replayed(run.rendezvous, initial=initial_parameters)
     expected, last = parameters_hash(replay.parameters()), replay.state.number - 1
@@ -284,7 +296,6 @@ def test_a_finished_run_whose_metrics_are_damaged_ends_well(config, tmp_path, ca
     assert not {"training loss", "tokens/s", "compute utilization"} & shown.keys(), shown
 
 
-@pytest.mark.slow
 def test_a_run_that_nobody_closes_is_summed_up_and_said(config, tmp_path, monkeypatch):
     monkeypatch.setattr(LogThread, "_end", lambda log_thread: None)
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), timeout_seconds=1.0, num_replicas=1)
@@ -310,7 +321,6 @@ def train_together(config: TrainConfig) -> list[float]:
     return [line["learning_rate"] for line in lines(config.runs / "ab"[rank], 0)]
 
 
-@pytest.mark.slow
 def test_fixed_members_have_the_learning_rates_of_a_fixed_group(config, tmp_path):
     """And combine by reduce_scatter."""
     fixed = replace(
@@ -342,7 +352,6 @@ def train_beside_shards(config: TrainConfig) -> list[tuple[int, float]]:
     return rates
 
 
-@pytest.mark.slow
 def test_the_shards_of_a_machine_are_one_replica(config, tmp_path):
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), elastic=ElasticConfig(quorum="all"))
     run = replace(run, num_tokens=24 * 8 * 32)
@@ -385,7 +394,6 @@ def interrupt(config: TrainConfig) -> str:
     return "not interrupted"
 
 
-@pytest.mark.slow
 def test_ctrl_c_leaves_the_run_and_loses_no_payload(config, tmp_path):
     run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"))
     finished, interrupted = run_replicas(interrupt, 2, run, joined=False)
@@ -400,16 +408,28 @@ def test_ctrl_c_leaves_the_run_and_loses_no_payload(config, tmp_path):
     assert last == sent - 1, "the payload that was on its way at Ctrl-C"
 
 
-@pytest.mark.slow
+def main_until(file: Path, arguments: list[str]) -> None:
+    """The command line, whose replica takes three steps and waits for a file."""
+
+    def begin(state, *others, **values):
+        if state.step == 3:
+            wait_for(file, seconds=TIMEOUT_SECONDS)
+        return begin_step(state, *others, **values)
+
+    loop.begin_step = begin
+    main(arguments)
+
+
 def test_a_joiner_needs_no_settings_but_its_text_and_name(folder):
     """And the same command goes on with the replica."""
     own = ["--rendezvous", "joined", "--runs", "elastic-joined", "--precision", "fp32"]
     own += ["--evaluation.num-tokens", "2048"]
-    shared = ["--seed", "3", "--diloco.sync-every", "7", "--global-batch", "6", "--num-tokens", str(6 * 64 * 400)]
+    shared = ["--seed", "3", "--diloco.sync-every", "7", "--global-batch", "6", "--num-tokens", str(6 * 64 * 100)]
     first_tokens = ["--data.max-train-tokens", "20000"]
     join = ["train", *own, "--name", "b", "--data.train", "text.jsonl", "--data.held-out-fraction", "0.1"]
     metrics = {name: folder / "elastic-joined" / name / "metrics-0.jsonl" for name in "ab"}
-    with started(folder, "--name", "a", *own, *shared, *first_tokens) as first:
+    begin, is_back = command("--name", "a", *own, *shared, *first_tokens)[len(DILOCO) :], folder / "is-back"
+    with program(main_until, is_back, begin, folder=folder) as first:
         wait_for(metrics["a"], num_lines=1)
         refused = run_main(main, join, folder=folder, timeout_seconds=TIMEOUT_SECONDS)
         assert "reads the first 20000 tokens of its training text" in refused.stderr, refused
@@ -419,14 +439,17 @@ def test_a_joiner_needs_no_settings_but_its_text_and_name(folder):
             wait_for(metrics["b"], num_lines=10)
             os.kill(second.pid, signal.SIGTERM)
             assert second.wait(TIMEOUT_SECONDS).returncode == 143
-        second = run_main(main, join, folder=folder, timeout_seconds=TIMEOUT_SECONDS)
-        assert second.returncode == 0 and "going on from step" in second.stdout, second
+        num_lines = metrics["b"].read_text().count("\n")
+        with program(main, join, folder=folder) as second:
+            wait_for(metrics["b"], num_lines=num_lines + 1)
+            is_back.touch()
+            done = second.wait(TIMEOUT_SECONDS)
+        assert done.returncode == 0 and "going on from step" in done.stdout, done
         assert first.wait(TIMEOUT_SECONDS).returncode == 0
     a, b = (summary(folder / "elastic-joined" / name) for name in "ab")
     assert a["contributors"].keys() == {"a", "b"} and a["outer_hash"] == b["outer_hash"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stop", "number", "exit_code"),
     [(os.killpg, signal.SIGINT, 130), (os.kill, signal.SIGTERM, 143)],

@@ -226,7 +226,7 @@ def test_the_last_version_may_take_longer_than_others_wait(tmp_path: Path, small
 
 @pytest.mark.slow
 def test_a_run_of_two_replicas_publishes_its_outer_parameters(folder: Path) -> None:
-    flags = ["--name", "published", "--num-tokens", "40960", "--publish", "place", "--publish-every", "2"]
+    flags = ["--name", "published", "--num-tokens", "15360", "--publish", "place", "--publish-every", "2"]
     done = run(folder, *flags)
     assert done.returncode == 0, done.stderr
     outer = load_file(folder / "runs" / "published" / "outer.safetensors")

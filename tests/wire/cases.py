@@ -19,7 +19,7 @@ INTEGERS = ["int8", "int4", "int2"]
 BLOCKS = SCALED_FLOATS + INTEGERS
 SPARSE = ["topk", "feddropout", "dare", "sparseloco", "pulse"]
 NAMES = UNSCALED + BLOCKS + SPARSE
-BLOCK_SPECS = [spec for name in BLOCKS for spec in (name, f"{name}:block=8", f"{name}:block=640")]
+BLOCK_SPECS = BLOCKS + [f"{name}:block={(8, 640)[number % 2]}" for number, name in enumerate(BLOCKS)]
 STOCHASTIC_SPECS = [f"{name}:stochastic=true" for name in BLOCKS]
 SPARSE_SPECS = [
     f"{name}:density=0.3,values={values}" for name in SPARSE[:3] for values in ("fp32", "bf16", "int4")

@@ -52,12 +52,10 @@ def run(arguments: list[str]) -> None:
     """Train a run of a recipe, or resume one."""
     from diloco.training.processes import prepared
 
-    with spelled(Command):
-        is_in_a_store = "rendezvous" in _words(arguments)[0] and not asks_for_help(arguments)
-        # Before a replica that joins reads the run's settings there, by a library that starts threads.
-        with prepared() if is_in_a_store else nullcontext():
-            command, budget = _parsed(arguments)
-            _start(command, budget)
+    # A library that starts threads reads a run's settings; else torch is imported before, once for all processes.
+    with spelled(Command), prepared() if _reads_a_run(*_words(arguments)) else nullcontext():
+        command, budget = _parsed(arguments)
+        _start(command, budget)
 
 
 def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
@@ -79,7 +77,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
         asked = followed(arguments)
         config, of_file = read_config_file(file, named, rendezvous=words.get("rendezvous"), followed=asked)
         budget = budget or of_file
-    elif named is None and "rendezvous" in words and not asks_for_help(flags) and _begins_with_flags(flags):
+    elif named is None and _reads_a_run(words, flags):
         from diloco.training.config.joined import joined_config
 
         config = joined_config(words["rendezvous"], names_model=hf is not None)
@@ -102,8 +100,10 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
     return command, budget
 
 
-def _begins_with_flags(words: Sequence[str]) -> bool:
-    return not words or words[0].startswith("-")
+def _reads_a_run(words: Mapping[str, str], flags: Sequence[str]) -> bool:
+    """True if the settings are those of the run in a store, which this replica joins."""
+    names_none = not {"resume", "config"} & words.keys() and (not flags or flags[0].startswith("-"))
+    return "rendezvous" in words and names_none and not asks_for_help(flags)
 
 
 def _of_run(directory: Path, named: str | None) -> TrainConfig:
