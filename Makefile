@@ -28,9 +28,9 @@ train: env
 check: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/basedpyright --warnings
+	$(BIN)/pyrefly check --min-severity warn --output-format min-text
 
-# Tests wait for processes and networks; meanwhile the types are checked, which takes a minute of one core.
+# Tests wait for processes and networks; meanwhile the types are checked.
 test test-all: env
 	$(MAKE) --no-print-directory --jobs 2 check pytest-$@
 

@@ -156,7 +156,9 @@ def _begin(question: Question, config: TrainConfig, world: World) -> TrainState:
     """The state before the first step, with the method's synchronizer in it."""
     name, _, option = question["method"].partition(":")
     method = name if name in PRESETS else "diloco"
-    settings = own_settings(method) | ({"overlap_steps": int(option)} if option and name in PRESETS else {})
+    settings: dict[str, Any] = own_settings(method)
+    if option and name in PRESETS:
+        settings |= {"overlap_steps": int(option)}
     state = initial_state(replace(config, method=method, diloco=replace(config.diloco, **settings)), world)
     if name in PRESETS:
         return state
@@ -166,6 +168,7 @@ def _begin(question: Question, config: TrainConfig, world: World) -> TrainState:
         sync = Torchft(state, config.diloco, world, question["lighthouse"])
     else:
         sync = DDP(state.model, option)
+    # pyrefly: ignore[bad-argument-type]  # these have no snapshots
     return replace(state, sync=sync, forward=sync.forward, passes=sync.passes)
 
 

@@ -64,7 +64,7 @@ def main() -> None:
     base = replace(base, model=replace(base.model, width=arguments.width))
 
     def run(variant: str, seed: int, rate: float) -> LabelledRun:
-        diloco = {"num_replicas": base.num_replicas, **VARIANTS[variant]}
+        diloco: dict[str, Any] = {"num_replicas": base.num_replicas, **VARIANTS[variant]}
         config = replace(
             base,
             seed=seed,

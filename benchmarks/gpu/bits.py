@@ -94,13 +94,14 @@ def _outer_step(place: Place, dtype: torch.dtype) -> Row:
 
 def _engine(place: Place, *, dtype: torch.dtype = torch.float32, **settings: Any) -> Row:
     """Twenty steps of an engine, with inner steps of the same bits on both devices."""
-    hashes = []
+    hashes: list[str] = []
+    settings = {"wire": "e3m0", **settings}
     for device in (torch.device("cpu"), place.device):
         torch.manual_seed(0)
         model = nn.Module()
         model.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
         model.to(device, dtype)
-        engine = engine_of(model, sync_every=4, layers_per_fragment=2, **{"wire": "e3m0", **settings})
+        engine = engine_of(model, sync_every=4, layers_per_fragment=2, **settings)
         for step in range(1, 21):
             generator = torch.Generator().manual_seed(step)
             with torch.no_grad():

@@ -70,7 +70,7 @@ def _with_syncs(place: Place, *, dtype: torch.dtype = torch.float32, apart: bool
     plain_ms = _mean_ms(place, train, 2 * sync_every)
     engine = engine_of(model, sync_every=sync_every, **settings)
     if not apart:
-        engine._replica.lane, engine._membership.sends = DeviceLane(), here  # pyright: ignore[reportAttributeAccessIssue]
+        engine._replica.lane, engine._membership.sends = DeviceLane(), here  # pyrefly: ignore[missing-attribute]
     clocks: dict[str, list[_Clock]] = {"send": [], "merge": [], "neither": []}
 
     def step() -> None:

@@ -91,7 +91,9 @@ class Run:
 
     def _start(self, name: str) -> None:
         plan, system = self._plan, self._system
-        common = {key: value for key, value in asdict(plan).items() if not key.endswith("_seconds")}
+        common: dict[str, Any] = {
+            key: value for key, value in asdict(plan).items() if not key.endswith("_seconds")
+        }
         settings = ReplicaSettings(
             name=name,
             diary=str(self._diary(name)),

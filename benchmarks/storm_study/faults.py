@@ -29,11 +29,12 @@ def schedule(faults_an_hour: float, seed: int, outage_seconds: float) -> Iterato
     draw, last_outage = random.Random(seed), -SECONDS_BETWEEN_OUTAGES
     interval = 3600 / faults_an_hour if faults_an_hour else float("inf")
     kinds: list[Kind] = []
+    short: tuple[Kind, ...] = ("kill", "stop")
     for number in range(1 << 30 if faults_an_hour else 0):
         kinds = kinds or draw.sample(("kill", "stop", "outage"), 3)
         at, kind = (number + draw.random()) * interval, kinds.pop()
         if kind == "outage" and at < last_outage + outage_seconds + SECONDS_BETWEEN_OUTAGES:
-            kind = draw.choice(("kill", "stop"))
+            kind = draw.choice(short)
         if kind == "outage":
             last_outage = at
         seconds = {"kill": 0.0, "stop": draw.uniform(1, 20), "outage": outage_seconds}[kind]

@@ -125,10 +125,11 @@ class Storm:
                 case "stop":
                     victim.send(signal.SIGSTOP)
                     victim.stopped_until = max(victim.stopped_until, now + fault.seconds)
-                case "kill" if not victim.wait(0):
-                    victim.kill()
-                    victim.start()
-                    victim.stopped_until = 0.0
+                case "kill":
+                    if not victim.wait(0):
+                        victim.kill()
+                        victim.start()
+                        victim.stopped_until = 0.0
             self._counts[fault.kind] += 1
             fault = next(faults, None)
 

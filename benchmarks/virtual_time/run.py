@@ -126,6 +126,7 @@ class Run:
         """A new replica with the name, and so the slot, of the m-th."""
         seat = Seat(self.log, name=f"replica-{m}")
         # The seat does what training asks of a StoreRendezvous.
+        # pyrefly: ignore[bad-argument-type]
         world = replace(alone(self.config.precision), rendezvous=seat)
         state = initial_state(self.config, world)
         return Replica(seat, state, world, open_batches(self.config, world, self.corpus))

@@ -1,8 +1,5 @@
 """A gloo group for the exchange beside nccl for the program itself; needs a GPU and torchrun."""
 
-# torch declares that new_group may return no group, which it does on processes that are not in it.
-# pyright: reportArgumentType=false
-
 import os
 
 import torch

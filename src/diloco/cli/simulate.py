@@ -293,7 +293,7 @@ def _timeline(
         both = (settings, replace(settings, fragments=other))
         panels = {f"{one.method}, {one.fragments} fragments": intervals(one) for one in both}
     else:
-        panels = {settings.method: intervals(settings)}
+        panels = {str(settings.method): intervals(settings)}
     _print_paths(save(draw_timelines(panels), output, "timeline"))
 
 

@@ -90,14 +90,14 @@ def _pieces(tokenizer: SentencePieceTokenizer) -> Any:
         backend.pre_tokenizer = Split(Regex(_spelled_out(proto.pieces)), "merged_with_previous")
     else:
         ids = {piece.piece: index for index, piece in enumerate(proto.pieces)}
-        own = [piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED]
+        own: list[str] = [piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED]
         options = {"unk_token": proto.pieces[unknown].piece, "fuse_unk": True, "byte_fallback": in_bytes}
         backend = Backend(BPE(ids, _merges(proto.pieces), ignore_merges=bool(own), **options))
         if own:  # a user's own pieces are cut out before the others are merged
             longest_first = "|".join(map(re.escape, sorted(own, key=len, reverse=True)))
             backend.pre_tokenizer = Split(Regex(longest_first), "isolated")
     backend.normalizer = _normalizer(proto.normalizer_spec)
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if proto.normalizer_spec.add_dummy_prefix:
         steps.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(steps)
@@ -142,7 +142,7 @@ def _normalizer(spec: Any) -> Any:
     with requiring("tokenizers", extra="train"):
         from tokenizers import Regex, normalizers
 
-    steps = []
+    steps: list[Any] = []
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:

@@ -696,7 +696,7 @@ def accepted_of(replica: Replica, run: str, state: object) -> dict[str, Any]:
     if not isinstance(state, Mapping) or state.get("run") != run:
         raise UserError("the state is not that of a replica of this run: load the state that such a one saved")
     settings, own = replica.settings, replica.parameters.by_name
-    accepted = {"run": run, **elastic_values_checked(state, num_fragments=len(settings.fragments))}
+    accepted: dict[str, Any] = {"run": run, **elastic_values_checked(state, num_fragments=len(settings.fragments))}
     for kind, names in ((OUTER, own), (ERROR, own if settings.error_feedback is not None else ())):
         accepted[kind] = tensors_checked(state, kind)
         refuse_names("has", (name for name in accepted[kind] if name not in names), kind)

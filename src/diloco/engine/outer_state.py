@@ -46,7 +46,7 @@ class OuterState:
         self._home[ERROR] = [self._at_home_like(home_N) for home_N in homes if with_error]
         is_far = offload and has_streams(self._device)
         self._module: Any = torch.get_device_module(self._device) if is_far else None
-        self._stream: Any = self._module.Stream(self._device) if is_far else None
+        self._stream: Any = None if self._module is None else self._module.Stream(self._device)
         self._visiting: dict[tuple[str, int], tuple[Tensor, Any]] = {}
 
     def use(self, kind: str, fragment: int) -> Tensor:

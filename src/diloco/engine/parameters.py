@@ -408,7 +408,7 @@ def gathered(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     on_device = local(tensor).to(tensor.device_mesh.device_type)
-    return sharded_like(on_device, tensor).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+    return sharded_like(on_device, tensor).full_tensor()  # pyrefly: ignore[missing-attribute]
 
 
 def sharded_like(part: Tensor, like: Tensor) -> Tensor:
@@ -436,7 +436,7 @@ def place_of(like: "DTensor", coordinate: Sequence[int], *, part: bool) -> tuple
     """
     ends = [(0, size) for size in like.shape]
     order = sorted(enumerate(like.placements), key=lambda each: is_cut_again(each[1]))
-    cuts = [(dim, placement.dim) for dim, placement in order if not placement.is_replicate()]  # pyright: ignore[reportAttributeAccessIssue]
+    cuts = [(dim, placement.dim) for dim, placement in order if not placement.is_replicate()]  # pyrefly: ignore[missing-attribute]
     for mesh_dim, dim in [*cuts, *((mesh_dim, 0) for mesh_dim in _replicated(like) if part)]:
         start, end = ends[dim]
         each = math.ceil((end - start) / like.device_mesh.size(mesh_dim))

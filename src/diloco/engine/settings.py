@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -394,7 +394,7 @@ def _merge_rule(mixing: str | float | MergeRule) -> MergeRule:
         with setting("mixing", mixing):
             return merge_rule(mixing)
     try:
-        alpha = float(cast(float, mixing))
+        alpha = float(mixing)
     except (TypeError, ValueError, RuntimeError):
         raise _wrong("mixing", mixing, "a number of at least 0 and below 1, or a merge rule") from None
     if alpha == 1:

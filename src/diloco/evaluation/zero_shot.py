@@ -44,7 +44,7 @@ class HarnessLM(TemplateLM):
     ) -> None:
         super().__init__()
         self.model, self.tokenizer_, self.max_length = model, tokenizer, max_length
-        self._device = device
+        self._model_device = device
 
     @property
     def eot_token_id(self) -> int:
@@ -61,7 +61,7 @@ class HarnessLM(TemplateLM):
             self.model,
             [(context, continuation) for _, context, continuation in requests],
             max_length=self.max_length,
-            device=self._device,
+            device=self._model_device,
         )
         return [(likelihood.log_likelihood, likelihood.is_greedy) for likelihood in scored]
 
@@ -103,7 +103,7 @@ class HarnessLM(TemplateLM):
                 "tasks",
             )
         vocab_size, written = self.tokenizer_.vocab_size, []
-        length, device = self.max_length, self._device
+        length, device = self.max_length, self._model_device
         writer = Writer(self.model, context=length, device=device, vocab_size=vocab_size, temperature=0)
         writer.read(tokens[-(self.max_length - most) :])
         for token in generate(writer, most, stop=self.eot_token_id):

@@ -21,7 +21,7 @@ def gloo_backend(store: dist.Store, rank: int, size: int, address: str, timeout_
 
     A public constructor of `ProcessGroupGloo` chooses the interface by the host's name.
     """
-    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options = dist.ProcessGroupGloo._Options()  # pyrefly: ignore[missing-attribute]
     options._timeout = timedelta(seconds=timeout_seconds)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     return cast(Backend, dist.ProcessGroupGloo(store, rank, size, options))  # whose stub has neither send nor recv

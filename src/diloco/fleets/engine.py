@@ -129,7 +129,7 @@ def as_yaml(value: Any) -> str:
     <BLANKLINE>
     """
     yaml = require("yaml", extra="train")
-    dumper = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})
+    dumper: Any = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})
     tag = "tag:yaml.org,2002:str"
     dumper.add_representer(str, lambda to, text: to.represent_scalar(tag, text, '"|'["\n" in text]))
     return yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True, width=math.inf)

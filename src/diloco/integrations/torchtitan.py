@@ -82,6 +82,7 @@ class DiLoCoTrainer(Trainer):
         check_optimizers(self.engine, [self.optimizers])
         self.dataloader = self._own_part_of_the_data()
         if config.checkpoint.enable:
+            # pyrefly: ignore[missing-attribute]
             self.checkpointer.states |= {"diloco": self.engine, DATALOADER: self.dataloader}
         self.checkpointer.load = partial(self._load, self.checkpointer.load)
         if config.validator.enable:

@@ -88,7 +88,7 @@ class TensorBoard:
         if hparams and not after_step:
             # Not by add_hparams, which begins another directory.
             for summary in summaries_of(dict(hparams), {}):
-                self._curves._get_file_writer().add_summary(summary)
+                self._curves._get_file_writer().add_summary(summary)  # pyrefly: ignore[missing-attribute]
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add a point to each curve."""

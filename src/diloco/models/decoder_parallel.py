@@ -21,7 +21,7 @@ from torch.distributed.tensor import (
     distribute_module,
     distribute_tensor,
 )
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -33,7 +33,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         _in_each(block.mlp_norm, mesh, Replicate())
         _in_each(block.attention.query_norm, mesh, Shard(1))
         _in_each(block.attention.key_norm, mesh, Shard(1))
-        plan = {
+        plan: dict[str, ParallelStyle] = {
             "attention.qkv": ColwiseParallel(output_layouts=Replicate(), use_local_output=False),
             "attention.out": RowwiseParallel(),
             "mlp_in": ColwiseParallel(),

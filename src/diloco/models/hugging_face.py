@@ -36,7 +36,7 @@ class HuggingFaceModel(LanguageModel):
         self.train()
 
     @property
-    def blocks(self) -> nn.ModuleList:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def blocks(self) -> nn.ModuleList:  # pyrefly: ignore[bad-override]
         """The transformer blocks, where they can be found."""
         return nn.ModuleList(self.get_submodule(path) for path in block_paths(self))
 
@@ -83,7 +83,7 @@ class HuggingFaceCache:
 
 def _whole(model: nn.Module) -> Any:
     """The model of `transformers`, inside of peft's if there is one."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # pyrefly: ignore[not-callable]
 
 
 def _drop_what_is_not_trained(

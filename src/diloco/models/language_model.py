@@ -110,7 +110,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, of_mean: Tensor | None, of_objective: Tensor | None
     ) -> tuple[Tensor | None, None, None]:
         logits_RxV, target_R, log_z_R = ctx.saved_tensors

@@ -374,7 +374,7 @@ class Chain:
         try:
             if way := await self._from_whole(version):
                 await self._go(way)
-        except (PayloadError, UserError, GoneError, StoreError):
+        except (PayloadError, UserError, StoreError):
             self.held = None
 
     async def _body(self, version: Version, kind: str, body: Body) -> Tensor:

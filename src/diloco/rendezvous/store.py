@@ -486,7 +486,7 @@ class Store:
         with _Retry(self, f"create {name}", patience_seconds) as retry:
             return await self._created(name, _parts(data), retry)
 
-    async def _created(self, name: str, parts: "list[memoryview]", retry: "_Retry") -> bytes | None:
+    async def _created(self, name: str, parts: "Sequence[memoryview]", retry: "_Retry") -> bytes | None:
         """Try until the object, or another's under its name, is there; the other's bytes, None for ours."""
         num_bytes = sum(part.nbytes for part in parts)
         while True:
@@ -587,7 +587,7 @@ class Store:
             await self._link.carry("down", result.meta["size"])
         return await result.bytes_async()
 
-    async def _put(self, name: str, parts: "list[memoryview]") -> None:
+    async def _put(self, name: str, parts: "Sequence[memoryview]") -> None:
         """One attempt to create an object."""
         if self._link is not None:
             await self._link.carry("up", sum(part.nbytes for part in parts))
@@ -774,7 +774,7 @@ async def _aside(function: Callable[[], T]) -> T:
     return await asyncio.wrap_future(future)
 
 
-def _create_file(path: Path, parts: "list[memoryview]") -> None:
+def _create_file(path: Path, parts: "Sequence[memoryview]") -> None:
     """Create an object in a directory, durably."""
     for is_last in (False, False, True):
         try:

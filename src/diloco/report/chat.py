@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -98,7 +98,8 @@ class Chat:
         Args:
             runs: the run, if it has a directory on this machine.
         """
-        values = {**self._first, "most_tokens": MOST_TOKENS, "most_characters": MOST_CHARACTERS, "reach": None}
+        bounds = {"most_tokens": MOST_TOKENS, "most_characters": MOST_CHARACTERS}
+        values: dict[str, Any] = {**self._first, **bounds, "reach": None}
         for run in runs:
             if run.config is not None and run.last is not None:
                 far = reach(run.config, num_tokens=run.last.tokens, tokens_per_second=run.tokens_per_second)

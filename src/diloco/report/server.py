@@ -141,4 +141,4 @@ class _Server(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
         """Print the traceback of a bug."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
-            super().handle_error(request, client_address)  # pyright: ignore[reportArgumentType]
+            super().handle_error(request, client_address)  # pyrefly: ignore[bad-argument-type]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -201,7 +201,11 @@ def replicas_of(
     Raises:
         UserError: if a sequence holds neither one number nor M, or a number is out of range.
     """
-    given = {"step_seconds": step_seconds, "latency_seconds": latency_seconds, "link": link_gbit_s}
+    given: dict[str, Sequence[Any]] = {
+        "step_seconds": step_seconds,
+        "latency_seconds": latency_seconds,
+        "link": link_gbit_s,
+    }
     if num_replicas is None:
         num_replicas = max(2, least, *map(len, given.values()))
     if num_replicas < 1:

@@ -127,7 +127,7 @@ class Outer(ElasticMembership):
 class Region(ElasticMembership):
     """The bridge in its region, where its outer gradients are shifts."""
 
-    rendezvous: StoreRendezvous
+    rendezvous: StoreRendezvous  # pyrefly: ignore[bad-override-mutable-attribute]
 
     @property
     def run(self) -> str:

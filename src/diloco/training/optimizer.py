@@ -257,7 +257,7 @@ class InnerOptimizer(torch.optim.Optimizer):
                 self.state[parameter] = {**group["update"].state(parameter)}
 
     @torch.no_grad()
-    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(  # pyrefly: ignore[bad-override]
         self, closure: None = None, *, found_inf: Tensor | None = None
     ) -> None:
         """Take a step.

@@ -220,7 +220,7 @@ class TrainState:
     def save(self, checkpoints: Checkpoints, *, drops_old: bool = True) -> None:
         """Copy everything now, and write it in the background; then drop all checkpoints but those to keep."""
         facts, sync = _parted(self.sync.state_dict())
-        mean_loss = self.mean_loss and self.mean_loss.state(self.step)
+        mean_loss = None if self.mean_loss is None else self.mean_loss.state(self.step)
         facts = _Facts(self.step, self.seconds, self.blocked_seconds, facts, mean_loss)
         checkpoints.save(self.step, asdict(facts), self._tensors(sync), drops_old=drops_old)
 
@@ -283,7 +283,7 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     assert config.micro_batch is not None, "the config is resolved"
     inner, micro_batch = config.optimizer, config.micro_batch
     optimizer, batch = inner_optimizer(model, inner), (micro_batch, config.sequence_length)
-    forward: nn.Module = torch.compile(model) if config.compile else model  # pyright: ignore[reportAssignmentType]
+    forward: nn.Module = torch.compile(model) if config.compile else model  # pyrefly: ignore[bad-assignment]
     fixed = FixedProgress(config.num_steps, config.tokens_per_step)
     if config.method == "data_parallel":
         sync = _data_parallel(world, model, forward, batch)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -476,7 +476,7 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
         }
         sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
         ranks_MxS = torch.tensor(ranks, dtype=torch.int64, device="cpu").view(-1, *sizes.values())
-        groups = [between, own_device_group]
+        groups: list[Any] = [between, own_device_group]
         if len(sizes) > 1:
             along = (ranks_MxS.movedim(dim, -1).flatten(0, -2).tolist() for dim in range(1, ranks_MxS.ndim))
             groups = [between, *(group(members, backend=None, timeout=3 * timeout) for members in along)]

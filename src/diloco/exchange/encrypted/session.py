@@ -302,7 +302,7 @@ class EncryptedBackend:
                     link = _dial(address, f"{name}/{rank}", session.security)
                 else:
                     link = _come(coming[other], deadline)
-            except (OSError, ValueError, TimeoutError) as error:
+            except (OSError, ValueError) as error:
                 missing = (other,) if member == "replica" else ()
                 raise ExchangeError(f"{member} {other} could not be connected: {error}", missing) from None
             self._links[other] = link

@@ -118,7 +118,8 @@ def accuracy_panels(
     A task is named by its file, whose name begins with the paper's name of the task.
     """
     names = dict.fromkeys(name for row in finished(rows) for name in row if name.endswith("_acc"))
-    panels, labels = [], {"y_label": "zero-shot accuracy", **labels}
+    panels: list[Panel] = []
+    labels = {"y_label": "zero-shot accuracy", **labels}
     for name in names:
         ours = curves(rows, x, series, y=name)
         panels.append(Panel(title=f"{name.removesuffix('_acc')}, here", curves=ours, **labels))
@@ -150,6 +151,7 @@ def wall_clock_panels(
             title=f"{network.gbit_s:g} Gbit/s between sites",
             x_label="idealized wall-clock, seconds",
             x_log=True,
+            # pyrefly: ignore[bad-argument-type]  # it takes a default of a lambda for any string
             curves=curves(rows, lambda row, n=name: _seconds(row, n, num_replicas(row), sync_every(row)), series),
         )
         for name, network in reversed(NETWORKS.items())

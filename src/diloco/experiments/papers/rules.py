@@ -81,7 +81,7 @@ def _runs(tier: Tier, grid: RulesGrid) -> Iterator[LabelledRun]:
     for replicas, period in itertools.product(grid.replicas, grid.sync_everies):
         for name, rates in grid.outer_learning_rates.items():
             tau = period // 2 if name in _LATE else 0
-            fields = {"sync_every": period, "overlap_steps": tau, **(_LATE | _RULES)[name]}
+            fields: dict[str, Any] = {"sync_every": period, "overlap_steps": tau, **(_LATE | _RULES)[name]}
             for rate in rates:
                 labels = {"replicas": replicas, "H": period, "tau": tau, "rule": name, "eta": rate}
                 config = tier.run(

@@ -16,7 +16,7 @@ from diloco.scaling.hyperparameters import (
 )
 from diloco.scaling.judgement import EXTRAPOLATED
 from diloco.scaling.laws import Kind
-from diloco.training.config.config import CheckpointConfig, EvaluationConfig, TrainConfig
+from diloco.training.config.config import CheckpointConfig, EvaluationConfig, InnerOptimizerName, TrainConfig
 from diloco.training.config.recipes import recipe
 from diloco.units import count
 
@@ -105,7 +105,7 @@ class InnerGrid:
     """The config that all of them vary."""
     replicas: tuple[int, ...]
     """Values of M, the smallest first; Data-Parallel is always beside them."""
-    optimizers: tuple[str, ...]
+    optimizers: tuple[InnerOptimizerName, ...]
     """Names of the inner optimizers, AdamW first."""
     rates: tuple[float, ...]
     """Multiples of the base's learning rate."""

@@ -113,7 +113,9 @@ class Sweep:
         step_tokens = global_batch * base.sequence_length
         outer = rules_of(with_method_values(base).diloco)[0].facts()
         own = dict(zip(_OF_DILOCO[1:], map(outer.get, ("lr", "momentum")), strict=True))
-        diloco = {name: values[name] for name in own if name in values and values[name] != own[name]}
+        diloco: dict[str, Any] = {
+            name: values[name] for name in own if name in values and values[name] != own[name]
+        }
         diloco["sync_every"] = int(values.get("sync_every", base.diloco.sync_every))
         rate = values.get("learning_rate", base.optimizer.learning_rate)
         config = replace(

@@ -169,7 +169,7 @@ def _draw_up(axes: "Axes", run: FleetRun, glances: Sequence[Glance]) -> None:
 
 
 _PAPERS = (SIZES["1B"], SIZES["10B"], SIZES["100B"])
-_METHODS = {name: MethodSettings(method=name) for name in METHODS}
+_METHODS: dict[str, MethodSettings] = {name: MethodSettings(method=name) for name in METHODS}
 _STREAMING = MethodSettings(method="streaming_overlapped_fp4")
 
 

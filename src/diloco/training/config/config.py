@@ -80,7 +80,7 @@ def with_value(config: _Config, dotted: str, value: Any) -> _Config:
     """The config with another value in a field, by its dotted name."""
     name, _, rest = dotted.partition(".")
     inner = with_value(getattr(config, name), rest, value) if rest else value
-    return replace(config, **{name: inner})  # pyright: ignore[reportArgumentType]
+    return replace(config, **{name: inner})  # pyrefly: ignore[bad-specialization]
 
 
 def to_json(config: Any) -> Any:
@@ -120,7 +120,7 @@ def from_json(kind: type[_Config], values: Any, *, source: str = "config") -> _C
     of_family = make_dataclass(kind.__name__, [("model", family)], bases=(kind,), frozen=True, kw_only=True)
     sizes = {name: value for name, value in model.items() if name != "family"}
     config: Any = converted(values | {"model": sizes}, of_family, source=source)
-    return kind(**{f.name: getattr(config, f.name) for f in fields(kind)})  # pyright: ignore[reportArgumentType]
+    return kind(**{f.name: getattr(config, f.name) for f in fields(kind)})  # pyrefly: ignore[bad-argument-type]
 
 
 def hyperparameters(config: Any) -> dict[str, str | int | float | bool]:
@@ -169,11 +169,14 @@ Parameters = Literal["outer", "replica", "average"]
 """Parameters of a run to use: Θ, which the replicas share; replica 0's own; or the mean of all replicas' own."""
 
 
+InnerOptimizerName = Literal["adamw", "muon", "sgd", "schedule_free"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The inner optimizer and its learning-rate schedule."""
 
-    name: Literal["adamw", "muon", "sgd", "schedule_free"] = "adamw"
+    name: InnerOptimizerName = "adamw"
     """muon moves the matrices of the blocks, and AdamW the others. schedule_free is AdamW, averaged, and has no
     schedule after the warm-up."""
     learning_rate: float = field(default=2e-3, metadata=trait(column=True, begins_a_phase=True))

@@ -361,7 +361,7 @@ def identity(config: TrainConfig) -> dict[str, Any]:
     """
     incidental = fields_with(TrainConfig, "incidental")
     own = own_settings(config.method).items()
-    left_out = {name: None for name, value in own if getattr(config.diloco, name) == value}
+    left_out: dict[str, Any] = {name: None for name, value in own if getattr(config.diloco, name) == value}
     config = replace(config, diloco=replace(config.diloco, **left_out))
     return {
         name: value

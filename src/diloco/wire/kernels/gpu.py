@@ -70,7 +70,8 @@ class GpuBlocks:
     def __init__(self, constants: Mapping[str, int | float]) -> None:
         from diloco.wire.kernels import triton_blocks  # where Triton is installed
 
-        self._code, self._constants = triton_blocks, constants
+        self._code: Any = triton_blocks
+        self._constants = constants
 
     def pack(
         self, block: int, delta_N: Tensor, scales: Tensor, codes: Tensor, *, words: Sequence[int] | None = None

@@ -8,8 +8,7 @@ A small float's magnitude is n·2^(e − MANTISSA) with e ≥ SMALLEST and n < 2
 format's magnitudes is (e − SMALLEST)·2^MANTISSA + n, subnormals and carries included.
 """
 
-# pyright: reportMissingImports=false, reportMissingParameterType=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyrefly: ignore-errors[implicit-any-parameter, unsupported-operation]
 # ruff: noqa: ANN001, ANN202
 import triton
 import triton.language as tl

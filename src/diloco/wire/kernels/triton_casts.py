@@ -3,8 +3,7 @@
 A program works on SIZE elements. MANTISSA names the format: 23 bits FP32, 7 BF16, 10 FP16.
 """
 
-# pyright: reportMissingImports=false, reportMissingParameterType=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyrefly: ignore-errors[implicit-any-parameter, unsupported-operation]
 # ruff: noqa: ANN001
 import triton
 import triton.language as tl

@@ -3,8 +3,7 @@
 A program works on one row, CHUNK logits at a time, in FP32.
 """
 
-# pyright: reportMissingImports=false, reportMissingParameterType=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyrefly: ignore-errors[implicit-any-parameter, unsupported-operation]
 # ruff: noqa: ANN001
 import triton
 import triton.language as tl

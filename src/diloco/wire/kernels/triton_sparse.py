@@ -7,8 +7,7 @@ histogram, of the largest magnitude of each group of elements, spares the others
 largest is at most the threshold, and what is smaller need not be counted.
 """
 
-# pyright: reportMissingImports=false, reportMissingParameterType=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyrefly: ignore-errors[implicit-any-parameter, unsupported-operation]
 # ruff: noqa: ANN001, ANN202
 import triton
 import triton.language as tl
