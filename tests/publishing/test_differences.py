@@ -124,9 +124,9 @@ def test_a_gap_of_more_than_16_bits_has_the_same_bytes_in_both_forms():
     for name in IMPLEMENTATIONS:
         body = np.empty(old.nbytes + cells.SLACK, np.uint8)
         with implementation(name):
-            lengths = cells.encode(old, new, body)
+            lengths = cells.encode([(old, new)], body)
             bodies.add(bytes(body[: sum(lengths)]))
-            cells.decode(lengths, body.data[: sum(lengths)], state := old.copy())
+            cells.decode(lengths, body.data[: sum(lengths)], [state := old.copy()])
         assert (state == new).all()
     assert len(bodies) == 1
 
@@ -182,10 +182,10 @@ def test_a_difference_changes_the_last_cell_and_none_beyond(gaps, dtype, name):
     with implementation(name):
         if places[-1] >= len(state):
             with pytest.raises(PayloadError):
-                cells.decode([len(body)], memoryview(body), state)
+                cells.decode([len(body)], memoryview(body), [state])
             assert not state.any()
         else:
-            assert cells.decode([len(body)], memoryview(body), state) == len(gaps)
+            assert cells.decode([len(body)], memoryview(body), [state]) == len(gaps)
             assert np.flatnonzero(state).tolist() == places.tolist()
 
 

@@ -129,17 +129,18 @@ static void steps(const float *x) {
     add(&sum, 8), say("outer"), free(outer), free(velocity), free(to);
 }
 static void cells(const char *name, int size) {
-    int64_t (*encode)(const uint8_t *, const uint8_t *, int64_t, int64_t, uint32_t *, uint8_t *) = function(name, "_encode");
-    int64_t (*decode)(const uint8_t *, const uint32_t *, uint8_t *, int64_t, int64_t, int) = function(name, "_decode");
+    int64_t (*encode)(const void *, int64_t, int64_t, uint32_t *, uint8_t *) = function("cells", "_encode");
+    int64_t (*decode)(const uint8_t *, const uint32_t *, const void *, int64_t, int64_t, int) = function("cells", "_decode");
     uint8_t *old = memory(), *new = memory(), *body = memory();
     uint32_t *lengths = memory();
     for (int64_t i = 0; i < N; i++) {
         int64_t number = any(), change = any() % 9 ? 0 : (int64_t)(any() % 100) - 50;
         memcpy(old + i * size, &number, (size_t)size), number += change, memcpy(new + i * size, &number, (size_t)size);
     }
-    int64_t counts[2] = {encode(old, new, N, 5000, lengths, body), 0};
+    int64_t vector[4] = {(int64_t)(uintptr_t)old, (int64_t)(uintptr_t)new, N, size};
+    int64_t counts[2] = {encode(vector, 1, 5000, lengths, body), 0};
     add(body, counts[0] < ROOM ? counts[0] : 0);
-    counts[1] = decode(body, lengths, old, N, 5000, 0);
+    counts[1] = decode(body, lengths, vector, 1, 5000, 0);
     if (memcmp(old, new, (size_t)(N * size))) exit(3);
     add(counts, 16), say(name), free(old), free(new), free(body), free(lengths);
 }

@@ -208,11 +208,6 @@ static void drive_sparse(int64_t n) {
     }
 }
 
-typedef int64_t (*Encode)(const uint8_t *, const uint8_t *, int64_t, int64_t, uint32_t *, uint8_t *);
-typedef int64_t (*Decode)(const uint8_t *, const uint32_t *, uint8_t *, int64_t, int64_t, int);
-static const Encode ENCODE[] = {cells1_encode, cells2_encode, cells4_encode, cells8_encode};
-static const Decode DECODE[] = {cells1_decode, cells2_decode, cells4_decode, cells8_decode};
-
 // A difference of cells of 2^power bytes, and hostile ones, in memory of exactly their size.
 static void drive_cells(int64_t n, int power, uint32_t one_in, uint32_t most) {
     int64_t size = (int64_t)1 << power, chunk = any() % 2 ? 300 : 5000, num_chunks = (n + chunk - 1) / chunk, written = n * size + 16;
@@ -222,13 +217,20 @@ static void drive_cells(int64_t n, int power, uint32_t one_in, uint32_t most) {
     for (int64_t i = 0; i < n; i++)
         if (any() % one_in == 0) new[i * size] += 1 + any() % most;
     cells_level = any() % 3;
-    int64_t total = ENCODE[power](old, new, n, chunk, lengths, body), changed = 0;
+    // Two vectors, the first of which ends with a chunk.
+    int64_t first = num_chunks / 2 * chunk * size;
+    Vector pair[2] = {{.n = first / size}, {.n = n - first / size}}, states[2];
+    for (int v = 0; v < 2; v++) {
+        pair[v].old = (int64_t)(uintptr_t)(old + v * first), pair[v].new = (int64_t)(uintptr_t)(new + v * first);
+        pair[v].size = size, states[v] = pair[v], states[v].old = (int64_t)(uintptr_t)(to + v * first);
+    }
+    int64_t total = cells_encode(pair, 2, chunk, lengths, body), changed = 0;
     uint8_t *exact = malloc(total);
     memcpy(exact, body, total);
     memcpy(to, old, n * size);
     for (int64_t i = 0; i < n; i++) changed += memcmp(old + i * size, new + i * size, size) != 0;
-    int right = DECODE[power](exact, lengths, to, n, chunk, 1) == changed && !memcmp(to, old, n * size);
-    right = right && DECODE[power](exact, lengths, to, n, chunk, 0) == changed && !memcmp(to, new, n * size);
+    int right = cells_decode(exact, lengths, states, 2, chunk, 1) == changed && !memcmp(to, old, n * size);
+    right = right && cells_decode(exact, lengths, states, 2, chunk, 0) == changed && !memcmp(to, new, n * size);
     if (!right) wrong = 1, fprintf(stderr, "other cells, %ld of %ld bytes\n", (long)n, (long)size);
     for (int round = 0; round < 60 && total; round++) {
         cells_level = any() % 3;
@@ -237,7 +239,7 @@ static void drive_cells(int64_t n, int power, uint32_t one_in, uint32_t most) {
         for (int flips = 1 + any() % 3; flips--;) exact[any() % (any() % 2 ? total : total < 20 ? total : 20)] ^= 1 << any() % 8;
         int64_t from = any() % num_chunks, into = any() % num_chunks, moved = any() % 20;
         if (round % 2 && other[from] > moved) other[from] -= moved, other[into] += moved;
-        int64_t only_checked = DECODE[power](exact, other, to, n, chunk, 1), done = DECODE[power](exact, other, to, n, chunk, 0);
+        int64_t only_checked = cells_decode(exact, other, states, 2, chunk, 1), done = cells_decode(exact, other, states, 2, chunk, 0);
         if (only_checked != done && (only_checked >= 0) != (done >= 0)) wrong = 1, fprintf(stderr, "checked otherwise\n");
     }
     free(old), free(new), free(to), free(body), free(lengths), free(other), free(exact);

@@ -52,8 +52,8 @@ _MOST_GAP, _GAP_BITS = 16, 18
 _MOST_BIT = 62
 """The largest parameter: so y is below 2^64."""
 
-_ENCODE = (*[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 2)
-_DECODE = (*[c_void_p] * 3, *[c_int64] * 2, c_int)
+_ENCODE = c_void_p, c_int64, c_int64, c_void_p, c_void_p
+_DECODE = c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int
 
 _Take: TypeAlias = Callable[[int], NDArray[np.bool]]
 """Takes so many bits from a body."""
@@ -61,62 +61,82 @@ Cells = NDArray[np.unsignedinteger]
 """Flat little-endian unsigned integers of 1, 2, 4 or 8 bytes."""
 
 
-def encode(old_N: Cells, new_N: Cells, into: NDArray[np.uint8]) -> list[int]:
+class UnsoundCellsError(PayloadError):
+    """A chunk's body that `encode` does not write."""
+
+    def __init__(self, vector: int = 0) -> None:
+        super().__init__("a chunk of cells is not as it is written")
+        self.vector = vector
+        """The number of the first vector with such a chunk."""
+
+
+def encode(pairs: Sequence[tuple[Cells, Cells]], into: NDArray[np.uint8]) -> list[int]:
     """Write the chunks' bodies one after another; their lengths.
 
     Args:
-        old_N: the old cells.
-        new_N: as many new ones.
-        into: memory of at least as many bytes as the cells have, and `SLACK` more.
+        pairs: the old cells of vectors, and as many new ones.
+        into: memory of at least as many bytes as the old cells have, and `SLACK` more.
 
     >>> old, new = np.zeros(CHUNK + 4, np.uint16), np.zeros(CHUNK + 4, np.uint16)
     >>> new[100], new[CHUNK:] = 1, 0xFFFF
     >>> into = np.empty(old.nbytes + SLACK, np.uint8)
-    >>> encode(old, old, into), encode(old, new, into)
+    >>> encode([(old, old)], into), encode([(old, new)], into)
     ([0, 0], [33, 8])
     """
-    assert into.flags.c_contiguous and len(into) >= old_N.nbytes + SLACK
+    assert into.flags.c_contiguous and len(into) >= sum(old_N.nbytes for old_N, _ in pairs) + SLACK
     if (compiled := _compiled()) is None:
-        bodies = [_encode_chunk(old_N[some], new_N[some]) for some in _chunks(len(old_N))]
+        bodies = [
+            _encode_chunk(old_N[some], new_N[some]) for old_N, new_N in pairs for some in _chunks(len(old_N))
+        ]
         into[: sum(map(len, bodies))] = np.frombuffer(b"".join(bodies), np.uint8)
         return [len(body) for body in bodies]
-    encode = compiled.function(f"cells{old_N.itemsize}_encode", *_ENCODE, result=c_int64)
-    lengths = np.empty(len(_chunks(len(old_N))), np.uint32)
-    sizes = len(old_N), CHUNK
-    if encode(old_N.ctypes.data, new_N.ctypes.data, *sizes, lengths.ctypes.data, into.ctypes.data) < 0:
+    vectors, lengths = _vectors(pairs), np.empty(sum(-(-len(old_N) // CHUNK) for old_N, _ in pairs), np.uint32)
+    encode = compiled.function("cells_encode", *_ENCODE, result=c_int64)
+    if encode(vectors.ctypes.data, len(pairs), CHUNK, lengths.ctypes.data, into.ctypes.data) < 0:
         raise MemoryError
     return lengths.tolist()
 
 
-def decode(lengths: Sequence[int], body: memoryview, into_N: Cells, *, only_check: bool = False) -> int:
+def decode(lengths: Sequence[int], body: memoryview, into: Sequence[Cells], *, only_check: bool = False) -> int:
     """Change cells; the number of those that changed.
 
     Args:
         lengths: of the chunks' bodies.
         body: as many bytes, read as if anybody had written them.
-        into_N: the old cells, which become the new ones.
+        into: the old cells of vectors, which become the new ones.
         only_check: leave the cells as they are.
 
     Raises:
-        PayloadError: if `encode` writes no such body for this number of cells.
+        UnsoundCellsError: if `encode` writes no such body for these numbers of cells.
     """
-    assert len(lengths) == len(_chunks(len(into_N))) and sum(lengths) == len(body), "as many as there are"
+    assert len(lengths) == sum(-(-len(into_N) // CHUNK) for into_N in into), "as many as there are"
+    assert sum(lengths) == len(body), "as long as it is"
     if (compiled := _compiled()) is None:
-        ends = accumulate(lengths, initial=0)
-        chunks = zip(pairwise(ends), _chunks(len(into_N)), strict=True)
-        return sum(_decode_chunk(body[start:end], into_N[some], only_check) for (start, end), some in chunks)
-    decode = compiled.function(f"cells{into_N.itemsize}_decode", *_DECODE, result=c_int64)
-    memory = np.frombuffer(body, np.uint8), np.array(lengths, np.uint32), into_N  # held while it is used
-    num_changed = decode(*(array.ctypes.data for array in memory), len(into_N), CHUNK, only_check)
+        bodies = iter([body[start:end] for start, end in pairwise(accumulate(lengths, initial=0))])
+        return sum(_decode_vector(number, bodies, into_N, only_check) for number, into_N in enumerate(into))
+    decode = compiled.function("cells_decode", *_DECODE, result=c_int64)
+    memory = (
+        np.frombuffer(body, np.uint8),
+        np.array(lengths, np.uint32),
+        _vectors([(into_N, into_N) for into_N in into]),
+    )
+    num_changed = decode(*(array.ctypes.data for array in memory), len(into), CHUNK, only_check)
     if num_changed == -(1 << 63):
         raise MemoryError
-    _check(num_changed >= 0)
+    if num_changed < 0:
+        raise UnsoundCellsError(-1 - num_changed)
     return num_changed
 
 
 def _compiled() -> Native | None:
     compiled = native()
-    return compiled if compiled is not None and compiled.has("cells1_encode") else None
+    return compiled if compiled is not None and compiled.has("cells_encode") else None
+
+
+def _vectors(pairs: Sequence[tuple[Cells, Cells]]) -> NDArray[np.int64]:
+    """For the C code, of each pair the addresses of both, the number of cells and the bytes of one."""
+    rows = [(old_N.ctypes.data, new_N.ctypes.data, len(old_N), old_N.itemsize) for old_N, new_N in pairs]
+    return np.array(rows, np.int64)
 
 
 def _chunks(num_cells: int) -> list[slice]:
@@ -170,6 +190,13 @@ def _number_planes(number_k: NDArray[np.uint64], e: int, bits: int) -> Iterator[
         yield _packed(is_longer_k)
         y_k = y_k[is_longer_k]
         yield _packed(y_k >> np.uint64(bit) & np.uint64(1))
+
+
+def _decode_vector(number: int, bodies: Iterator[memoryview], into_N: Cells, only_check: bool) -> int:
+    try:
+        return sum(_decode_chunk(next(bodies), into_N[some], only_check) for some in _chunks(len(into_N)))
+    except UnsoundCellsError:
+        raise UnsoundCellsError(number) from None
 
 
 def _decode_chunk(body: memoryview, into_n: Cells, only_check: bool) -> int:
@@ -313,4 +340,4 @@ def _packed(bits: NDArray) -> bytes:
 
 def _check(is_sound: bool | np.bool) -> None:
     if not is_sound:
-        raise PayloadError("a chunk of cells is not as it is written")
+        raise UnsoundCellsError

@@ -50,15 +50,12 @@ def difference_of(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> memor
     body = recycled_bytes(room, torch.device("cpu")).numpy()
 
     def encode(at: int, pairs: _Pairs) -> list[int]:
-        lengths = list[int]()
-        for old_N, new_N in pairs:
-            lengths += (of_run := cells.encode(old_N, new_N, body[at:]))
-            at += sum(of_run)
-        return lengths
+        return cells.encode(pairs, body[at:])
 
     lengths, stop = list[int](), start
     for (at, _), of_part in zip(parts, _on_threads(encode, parts), strict=True):
-        body[stop : stop + sum(of_part)] = body[at : at + sum(of_part)]
+        if at > stop:
+            body[stop : stop + sum(of_part)] = body[at : at + sum(of_part)]
         stop += sum(of_part)
         lengths += of_part
     head = b"".join((_MAGIC, layout, struct.pack(f"<{len(lengths)}I", *lengths)))
@@ -83,39 +80,38 @@ def apply_to(state: Mapping[str, Tensor], body: bytes | bytearray | memoryview, 
     runs = _runs(state)
     parts = _parts(memoryview(body).cast("B"), runs, _layout(state), source)
 
-    def decode(number: int, only_check: bool) -> int:
-        name, into_N = runs[number]
+    def decode(first: int, last: int, lengths: Sequence[int], bodies: memoryview, only_check: bool) -> int:
         try:
-            return cells.decode(*parts[number], into_N, only_check=only_check)
-        except PayloadError as error:
-            raise PayloadError(f"{source} is damaged at {name}: {error}") from None
+            return cells.decode(lengths, bodies, [into_N for _, into_N in runs[first:last]], only_check=only_check)
+        except cells.UnsoundCellsError as error:
+            raise PayloadError(f"{source} is damaged at {runs[first + error.vector][0]}: {error}") from None
 
-    _on_threads(decode, [(number, True) for number in range(len(runs))])
-    return sum(_on_threads(decode, [(number, False) for number in range(len(runs))]))
+    _on_threads(decode, [(*part, True) for part in parts])
+    return sum(_on_threads(decode, [(*part, False) for part in parts]))
 
 
 def _parts(
     body: memoryview, runs: Sequence[tuple[str, cells.Cells]], layout: bytes, source: str
-) -> list[tuple[list[int], memoryview]]:
-    """For each run, the lengths of its chunks' bodies, and these."""
-    numbers = [-(-len(cells_N) // cells.CHUNK) for _, cells_N in runs]
-    start = _HEAD_BYTES + _LENGTH_BYTES * sum(numbers)
+) -> list[tuple[int, int, Sequence[int], memoryview]]:
+    """For each thread, the first and last of its runs, the lengths of their chunks' bodies, and these."""
+    numbers = list(accumulate((-(-len(cells_N) // cells.CHUNK) for _, cells_N in runs), initial=0))
+    start = _HEAD_BYTES + _LENGTH_BYTES * numbers[-1]
     if body[: len(_MAGIC)] != _MAGIC:
         raise PayloadError(f"{source} is no difference of weights that this version of diloco can read")
     if body[len(_MAGIC) : _HEAD_BYTES] != layout:
         raise PayloadError(f"{source} is the difference of a model with other names, shapes or dtypes")
     if len(body) < start:
         raise PayloadError(f"{source} is damaged: it has {len(body)} bytes, and ends before its lengths do")
-    lengths = struct.unpack_from(f"<{sum(numbers)}I", body, _HEAD_BYTES)
+    lengths = struct.unpack_from(f"<{numbers[-1]}I", body, _HEAD_BYTES)
     if start + sum(lengths) != len(body):
         raise PayloadError(
             f"{source} is damaged: it has {len(body)} bytes, and should have {start + sum(lengths)}"
         )
-    parts = list[tuple[list[int], memoryview]]()
-    for first, last in pairwise(accumulate(numbers, initial=0)):
-        of_run = list(lengths[first:last])
-        parts.append((of_run, body[start : start + sum(of_run)]))
-        start += sum(of_run)
+    parts = list[tuple[int, int, Sequence[int], memoryview]]()
+    for first, last in _shares(len(runs)):
+        of_part = lengths[numbers[first] : numbers[last]]
+        parts.append((first, last, of_part, body[start : start + sum(of_part)]))
+        start += sum(of_part)
     return parts
 
 

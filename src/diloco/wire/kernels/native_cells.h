@@ -126,19 +126,40 @@ static int level(void) {
 #else
 #define BEST(FUNCTION, ...) FUNCTION##_plain(__VA_ARGS__)
 #endif
-#define CELLS(SIZE) \
-    int64_t cells##SIZE##_encode( \
-        const uint8_t *old, const uint8_t *new, int64_t n, int64_t chunk, uint32_t *lengths, uint8_t *body) { \
-        return BEST(encode##SIZE, old, new, n, chunk, lengths, body); \
-    } \
-    int64_t cells##SIZE##_decode( \
-        const uint8_t *body, const uint32_t *lengths, uint8_t *into, int64_t n, int64_t chunk, int only_check) { \
-        return BEST(decode##SIZE, body, lengths, into, n, chunk, only_check); \
+// A vector of cells: the addresses of the old ones and the new ones, their number, and the bytes of one.
+typedef struct { int64_t old, new, n, size; } Vector;
+#define BEST_OF_SIZE(FUNCTION, SIZE, ...) \
+    (SIZE == 1   ? BEST(FUNCTION##1, __VA_ARGS__) \
+     : SIZE == 2 ? BEST(FUNCTION##2, __VA_ARGS__) \
+     : SIZE == 4 ? BEST(FUNCTION##4, __VA_ARGS__) \
+                 : BEST(FUNCTION##8, __VA_ARGS__))
+
+// Write the bodies of the vectors' chunks one after another, and their lengths; return the sum of these, or −1 without
+// memory. `body` has 16 bytes more than the cells.
+int64_t cells_encode(const Vector *vectors, int64_t num_vectors, int64_t chunk, uint32_t *lengths, uint8_t *body) {
+    int64_t total = 0, written = 0;
+    for (const Vector *v = vectors; written >= 0 && v < vectors + num_vectors; v++) {
+        const uint8_t *old = (const uint8_t *)(uintptr_t)v->old, *new = (const uint8_t *)(uintptr_t)v->new;
+        written = BEST_OF_SIZE(encode, v->size, old, new, v->n, chunk, lengths, body + total);
+        lengths += (v->n + chunk - 1) / chunk, total += written;
     }
-CELLS(1)
-CELLS(2)
-CELLS(4)
-CELLS(8)
+    return written < 0 ? -1 : total;
+}
+// Change the old cells of vectors, or only check the bodies of their chunks, which lie one after another; return the
+// number of changed cells, −1 − v for a bad chunk of the vector v, or INT64_MIN without memory.
+int64_t cells_decode(
+    const uint8_t *body, const uint32_t *lengths, const Vector *vectors, int64_t num_vectors, int64_t chunk,
+    int only_check) {
+    int64_t total = 0;
+    for (const Vector *v = vectors; v < vectors + num_vectors; v++) {
+        uint8_t *into = (uint8_t *)(uintptr_t)v->old;
+        int64_t changed = BEST_OF_SIZE(decode, v->size, body, lengths, into, v->n, chunk, only_check);
+        if (changed < 0) return changed == -1 ? -1 - (v - vectors) : changed;
+        for (int64_t i = 0; i < v->n; i += chunk) body += *lengths++;
+        total += changed;
+    }
+    return total;
+}
 
 #elif !defined(CELL)
 
