@@ -14,7 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # Small files come and go by the thousand: in memory, where that has room, this takes no disk's time.
 if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 4 << 30:
-    os.environ.setdefault("TMPDIR", "/dev/shm")
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,6 +1,7 @@
 import shutil
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
 
@@ -44,6 +45,19 @@ def test_native_code_is_compiled_once_for_all_processes(monkeypatch, tmp_path):
     damaged.write_bytes(b"cut short")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     assert Path(compiled_library()._name) == damaged and damaged.stat().st_size > 1000, "it is made anew"
+
+
+def test_processes_that_start_together_compile_once(monkeypatch, tmp_path):
+    """A compiler that takes a second and counts its calls; both begin before there is a library."""
+    calls = tmp_path / "calls"
+    script = f"import subprocess, sys, time; open({str(calls)!r}, 'a').write('call ')\ntime.sleep(1)\n"
+    script += "sys.exit(subprocess.run(['cc', *sys.argv[1:]]).returncode)"
+    (tmp_path / "slow.py").write_text(script)
+    monkeypatch.setenv("CC", f"{sys.executable} {tmp_path / 'slow.py'}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with ThreadPoolExecutor(2) as both:
+        first, second = both.map(lambda _: Path(compiled_library()._name), range(2))
+    assert first == second and calls.read_text() == "call "
 
 
 def test_a_home_that_cannot_be_written_to_is_no_hindrance(monkeypatch, tmp_path):

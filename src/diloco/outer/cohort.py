@@ -20,9 +20,9 @@ class Cohort:
     The average is Σ_m w_m Δ_m / Σ_m w_m, added up in the order of the members.
 
     >>> Cohort.equal(2)
-    Cohort(members=(0, 1), weights=(1.0, 1.0))
+    Cohort(members=(0, 1), weights=(1.0, 1.0), is_new=False)
     >>> Cohort.weighted({7: 1000.0, 2: 4000.0})
-    Cohort(members=(2, 7), weights=(1.0, 0.25))
+    Cohort(members=(2, 7), weights=(1.0, 0.25), is_new=False)
     """
 
     members: tuple[int, ...]

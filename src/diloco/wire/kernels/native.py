@@ -5,6 +5,7 @@ library, or there is a C compiler.
 """
 
 import ctypes
+import fcntl
 import functools
 import os
 import platform
@@ -12,9 +13,9 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from ctypes import c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,18 +71,37 @@ def compiled_library() -> ctypes.CDLL:
     )
     name = f"native-{sha256(identity.encode())[:16]}.so"
     cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco" / name
-    if cached.exists():
-        with suppress(OSError):  # cut short, or of another C library: compile it anew
-            return ctypes.CDLL(str(cached))
-    with tempfile.TemporaryDirectory() as scratch:
-        library = Path(scratch) / name
-        compile_native(command, THIS_PROCESSOR, library, SOURCE)
+    if (library := _loaded(cached)) is not None:
+        return library
+    with tempfile.TemporaryDirectory() as scratch, _alone_in(cached.parent):
+        if (library := _loaded(cached)) is not None:  # another process has compiled it meanwhile
+            return library
+        made = Path(scratch) / name
+        compile_native(command, THIS_PROCESSOR, made, SOURCE)
         try:
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(cached, [library.read_bytes()])
+            write_atomically(cached, [made.read_bytes()])
             return ctypes.CDLL(str(cached))
         except OSError:  # the home can't be written to, or nothing there can be run: for this process alone
-            return ctypes.CDLL(str(library))  # which stays when its file is gone
+            return ctypes.CDLL(str(made))  # which stays when its file is gone
+
+
+def _loaded(cached: Path) -> ctypes.CDLL | None:
+    """The library of a file; None if there is none, or it is cut short, or of another C library."""
+    with suppress(OSError):
+        return ctypes.CDLL(str(cached)) if cached.exists() else None
+    return None
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Let the processes of a machine compile one after another, where its file system has locks."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # until the compiler of another one ends, whose time is bounded
+        yield
 
 
 def _processor() -> str:
