@@ -415,8 +415,8 @@ TARGET static void NAME(read_mask)(const Planes *p, int c, uint8_t *mask, void *
         int is_short = p->gaps[c].last < 16;
         const uint16_t *shorter = 0;
         const uint32_t *y = 0;
-        if (is_short) shorter = NAME(read_numbers2)(&p->gaps[c], 0, scratch, (uint16_t *)scratch + n + 64);
-        else y = NAME(read_numbers4)(&p->gaps[c], 0, scratch, (uint32_t *)scratch + n + 64);
+        if (is_short) shorter = NAME(read_numbers2)(&p->gaps[c], scratch, (uint16_t *)scratch + n + 64);
+        else y = NAME(read_numbers4)(&p->gaps[c], scratch, (uint32_t *)scratch + n + 64);
         uint32_t less = (1u << p->gap[c]) - 1, next = (uint32_t)-1;
         for (int64_t j = 0; j < p->num_first[c]; j++) {
             next += (is_short ? shorter[j] : y[j]) - less;
@@ -567,33 +567,8 @@ TARGET static int OF(write_numbers)(CELL *y, int64_t k, int e, int bits, Body *b
     }
     return 1;
 }
-// Make the steps of 64 numbers y = |s| − 1 + 2^e, of which a word has a bit if they are negative.
-TARGET INLINE void OF(turn)(CELL y[64], uint64_t is_down, CELL less) {
-#if LEVEL > 1
-    for (int i = 0; i < 64; i += LANES) {
-        __m512i all = _mm512_loadu_si512(y + i), zero = _mm512_setzero_si512();
-        uint64_t part = is_down >> i;
-        if (sizeof(CELL) == 1) all = _mm512_sub_epi8(all, _mm512_set1_epi8((char)less));
-        if (sizeof(CELL) == 2) all = _mm512_sub_epi16(all, _mm512_set1_epi16((short)less));
-        if (sizeof(CELL) == 4) all = _mm512_sub_epi32(all, _mm512_set1_epi32((int)less));
-        if (sizeof(CELL) == 8) all = _mm512_sub_epi64(all, _mm512_set1_epi64((int64_t)less));
-        if (sizeof(CELL) == 1) all = _mm512_mask_sub_epi8(all, part, zero, all);
-        if (sizeof(CELL) == 2) all = _mm512_mask_sub_epi16(all, (__mmask32)part, zero, all);
-        if (sizeof(CELL) == 4) all = _mm512_mask_sub_epi32(all, (__mmask16)part, zero, all);
-        if (sizeof(CELL) == 8) all = _mm512_mask_sub_epi64(all, (__mmask8)part, zero, all);
-        _mm512_storeu_si512(y + i, all);
-    }
-#else
-    uint8_t byte[64];
-    NAME(bytes)(is_down, byte);
-    for (int i = 0; i < 64; i++) {
-        CELL is_below = byte[i], size = (CELL)(y[i] - less);
-        y[i] = (CELL)((size ^ (CELL)-is_below) + is_below);
-    }
-#endif
-}
-// Make the numbers of their planes, or with signs the steps, in one of two places, which have room for 64 more.
-TARGET static CELL *OF(read_numbers)(const Numbers *p, const uint8_t *signs, CELL *to, CELL *other) {
+// Make the numbers of their planes, in one of two places, which have room for 64 more.
+TARGET static CELL *OF(read_numbers)(const Numbers *p, CELL *to, CELL *other) {
     for (int b = p->last; b >= p->e; b--) {
         const CELL *from = other;
         for (int64_t i = 0; i < p->num[b]; i += 64) {
@@ -603,7 +578,6 @@ TARGET static CELL *OF(read_numbers)(const Numbers *p, const uint8_t *signs, CEL
             OF(give)(to + i, ~longer, (CELL)((CELL)1 << b));
             for (int j = b > p->e ? b - 1 : 0; j < b; j++)
                 OF(give)(to + i, word_at(p->exact[j] + i / 8), (CELL)((CELL)1 << j));
-            if (signs && b == p->e) OF(turn)(to + i, word_at(signs + i / 8), (CELL)(((CELL)1 << b) - 1));
         }
         CELL *swap = to;
         to = other, other = swap;
@@ -810,7 +784,15 @@ TARGET static int64_t OF(decode_chunk)(
     uint8_t *lists = scratch + CLASSES * room;
     memset(scratch, 0, (size_t)(CLASSES * room));
     for (int c = 0; c < CLASSES; c++) NAME(read_mask)(&p, c, scratch + c * room, lists, n);
-    CELL *steps = OF(read_numbers)(&p.steps, p.signs, (CELL *)lists, (CELL *)lists + n + 64);
+    CELL *steps = OF(read_numbers)(&p.steps, (CELL *)lists, (CELL *)lists + n + 64);
+    for (int64_t i = 0; i < k; i += 64) {
+        uint8_t byte[64];
+        NAME(bytes)(word_at(p.signs + i / 8), byte);
+        for (int j = 0; j < 64; j++) {
+            CELL is_down = byte[j], size = (CELL)(steps[i + j] - (CELL)(((CELL)1 << p.steps.e) - 1));
+            steps[i + j] = (CELL)((size ^ (CELL)-is_down) + is_down);
+        }
+    }
     return OF(change)(&p, steps, into, n, scratch, room);
 }
 
