@@ -12,9 +12,12 @@ from pathlib import Path
 # Before anything starts threads: a core for each test process, and each replica that it starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# Small files come and go by the thousand: in memory, where that has room, this takes no disk's time.
-if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 4 << 30:
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
+# Small files come and go by the thousand: in memory, where that has room, this takes no disk's time. Tests compile
+# programs, which some containers do not run from there.
+if os.access("/dev/shm", os.W_OK):
+    memory = os.statvfs("/dev/shm")
+    if memory.f_bavail * memory.f_frsize > 4 << 30 and not memory.f_flag & os.ST_NOEXEC:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 from collections import Counter
 from collections.abc import Callable, Iterator

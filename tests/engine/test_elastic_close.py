@@ -1,5 +1,6 @@
 """The end of a run whose replicas come and go: one entry closes it, and all replicas have the Θ that it names."""
 
+import asyncio
 import logging
 import shutil
 import threading
@@ -7,6 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -152,6 +154,48 @@ def test_with_a_number_as_quorum_the_last_one_alive_counts_its_work_and_ends_the
     hurried(ours).engine.finish(flush=True, close=True)
     assert ours.exchange.is_closed and not ours.engine._membership.uncounted_tokens
     assert ours.engine.outer_hash() == parameters_hash(replay_of(tmp_path).parameters())
+
+
+def test_with_a_number_as_quorum_work_that_a_replica_offers_after_it_left_is_waited_for(tmp_path) -> None:
+    replicas = a, b = [Replica(str(tmp_path), name=name, quorum=2, sync_every=1000) for name in "ab"]
+    until(lambda: all(replica.engine.num_steps >= 2 for replica in replicas), *replicas)
+    hurried(a)
+    ours = a.engine._membership
+    ours.send(0)
+    a.step()  # which follows what is in flight
+    put = a.exchange._seated.log_thread.outbox.put
+
+    def put_late(offer: Offer, *rest: Any) -> None:
+        seconds = 0.3 if offer.step == a.engine.num_steps and offer.fragment == 0 else 0.0
+        asyncio.get_running_loop().call_later(seconds, put, offer, *rest)
+
+    a.exchange._seated.log_thread.outbox.put = put_late
+    end = threading.Thread(target=a.engine.finish, kwargs={"flush": True, "close": True})
+    end.start()
+    until(lambda: a.exchange.state.members[0].left)  # while b trains
+    b.engine.finish(flush=True, close=True)
+    end.join(10)
+    assert all(replica.exchange.is_closed for replica in replicas) and not ours.uncounted_tokens
+    assert a.engine.outer_hash() == parameters_hash(replay_of(tmp_path).parameters())
+
+
+def test_a_replica_whose_wait_for_the_last_decisions_fails_leaves_at_once(tmp_path, monkeypatch) -> None:
+    ours, other = (hurried(Replica(str(tmp_path), name=name, quorum=2)) for name in ("ours", "other"))
+    until(lambda: min(min(counted(ours)), min(counted(other))) >= 0, ours, other)
+    end = threading.Thread(target=other.engine.finish, kwargs={"close": True})
+    end.start()
+    until(lambda: ours.exchange.state.finished)
+
+    def fail() -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ours.engine._membership, "_drained", fail)
+    with pytest.raises(KeyboardInterrupt):
+        ours.engine.finish(close=True)
+    ours.exchange.leave()
+    assert ours.exchange.state.members[0].left
+    end.join(10)
+    assert other.exchange.is_closed
 
 
 def test_a_replica_that_died_does_not_hold_up_the_end_for_long(tmp_path) -> None:

@@ -1,4 +1,5 @@
 import os
+import platform
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from diloco.schedule import Sync
 from diloco.wire import codec
 from diloco.wire.formats import HEADER_BYTES
 from diloco.wire.kernels import native
+from diloco.wire.kernels.compiling import features, variants
 
 HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
 
@@ -146,12 +148,14 @@ def test_no_address_is_taken_of_memory_that_does_not_suit():
 def test_native_code_is_sound_under_the_sanitizers(sanitizer, tmp_path):
     """Lengths, blocks, hostile bytes and threads of sanitized.c, whose faults the sanitizer must notice, too."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
+    has_avx2 = any(v.name == "avx2" and v.needs <= features() for v in variants(platform.machine()))
     flags = [
         f"-fsanitize={sanitizer}",
         "-fno-sanitize-recover=all",
         "-pthread",
         "-std=c11",
         "-ffp-contract=off",
+        *(["-march=x86-64-v3"] if sanitizer != "thread" and has_avx2 else []),
     ]
     flags += [f"-I{Path(native.__file__).parent}", "-lm", "-o", str(tmp_path / "driver")]
 

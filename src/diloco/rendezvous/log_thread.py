@@ -289,6 +289,8 @@ class LogThread:
         self._decider = Decider(own, pace)
         self._closes_at: float | None = None
         """Time at which this replica closes the run, even if others have not left; None before it ends the run."""
+        self._has_early_leaver = False
+        """True once, at the end of the run, another replica was counted after it had left: it may offer more."""
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
@@ -327,10 +329,10 @@ class LogThread:
 
     async def leave(self, *, finished: bool) -> None:
         """Wait until own payloads are in the store, and write the entry that says so, unless the run is closed."""
-        while self.outbox.num_pending and not self._has_ended:
+        while self.outbox.num_pending and not self.has_ended:
             await asyncio.sleep(self._pace.poll_seconds)
         self.append(Leave(finished=finished))
-        while not (self.state.members[self._own].left or self._has_ended):
+        while not (self.state.members[self._own].left or self.has_ended):
             await asyncio.sleep(self._pace.poll_seconds)
         if self.failure is not None:
             raise ExchangeError(self.failure)
@@ -339,15 +341,16 @@ class LogThread:
         """Leave, since the run's token budget is spent, and close the run, unless another replica does.
 
         If own offers are not counted half-way through their patience, it leaves before: from there on a number as
-        quorum does not bind. Before it closes the run it waits for active replicas as long as `patience` inner
-        steps take; with the quorum "all", and at the most, half of the time that a decision may take.
+        quorum does not bind. Before it closes the run it waits for active replicas, and for others that left so,
+        as long as `patience` inner steps take; with the quorum "all", and at the most, half of the time that a
+        decision may take.
 
         Args:
             step_seconds: the time of an inner step.
             timeout_seconds: the longest time that a decision may take.
         """
         last = time.monotonic() + self._pace.drain_seconds / 2
-        while not (self.is_told or self._has_ended or (time.monotonic() > last and not self.state.finished)):
+        while not (self.is_told or self.has_ended or (time.monotonic() > last and not self.state.finished)):
             await asyncio.sleep(self._pace.poll_seconds)
         await self.leave(finished=True)
         while not self.is_told:
@@ -364,7 +367,8 @@ class LogThread:
             self._closes_at = time.monotonic()
 
     @property
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
+        """True if this replica writes nothing more: it has failed, or the run is closed."""
         return self.failure is not None or bool(self.state.closed)
 
     async def _drive(self) -> None:
@@ -408,6 +412,8 @@ class LogThread:
         if isinstance(entry.body, Outer):
             self.delivery.put(entry.author, self.state.fragments[entry.body.fragment].since[-1])
             self.outbox.counted(entry.body)
+            others = {c.replica for c in entry.body.contributions} - {self._own} if self.state.finished else ()
+            self._has_early_leaver |= any(self.state.members[other].left for other in others)
         if self.state.closed:
             with self.news:
                 self.news.notify_all()
@@ -475,13 +481,12 @@ class LogThread:
         return Close(outer=tuple(f"{base:016x}" for _, base in bases))
 
     def _may_count_more(self) -> bool:
-        """True if replicas are active, or payloads are here of one that has left before they were counted."""
+        """True if replicas are active, or one that has left before its payloads were counted may have more."""
         state, all_here = self.state, enumerate(self.inbox.here)
-        may_be_left = isinstance(state.rules.quorum, int)
-        return bool(state.active) or any(
-            may_be_left and state.refusal(p, arrived.contribution) is None
-            for p, here in all_here
-            for arrived in here.values()
+        if state.active or not isinstance(state.rules.quorum, int):
+            return bool(state.active)
+        return self._has_early_leaver or any(
+            state.refusal(p, arrived.contribution) is None for p, here in all_here for arrived in here.values()
         )
 
     def _fail(self, error: BaseException) -> None:

@@ -428,7 +428,10 @@ class _StoreSeat:
                 seconds = 2 * self._timeout_seconds if seconds is None else seconds
                 self._background.wait(self.log_thread.leave(finished=False), seconds, self._store.url)
             elif self.failure is None:
-                self._wait_until_left(_SECONDS_TO_WITHDRAW if seconds is None else seconds)
+                # An error may have ended the wait for the last decisions.
+                most = _SECONDS_TO_WITHDRAW if self.log_thread.is_told else 2 * self._timeout_seconds
+                self.log_thread.is_told = True
+                self._wait_until_left(most if seconds is None else seconds)
             if self._has_drained and not self.log_thread.closed:
                 self._say_entry()
         finally:
@@ -449,9 +452,9 @@ class _StoreSeat:
         )
 
     def _wait_until_left(self, seconds: float) -> None:
-        """Wait until the log says that this replica has left, or the time is over."""
-        deadline = time.monotonic() + seconds
-        while not self.log_thread.state.members[self.own].left and time.monotonic() < deadline:
+        """Wait until the log says that this replica has left, it can't say so any more, or the time is over."""
+        deadline, thread = time.monotonic() + seconds, self.log_thread
+        while not (thread.state.members[self.own].left or thread.has_ended) and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def abort(self, reason: str) -> None:

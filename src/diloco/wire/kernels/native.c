@@ -109,7 +109,7 @@ INLINE void e3m0_codes(const float *x, int64_t n, Scale s, uint8_t *code) {
 INLINE int e3m0_values(const uint8_t *code, int64_t n, float factor, float *x, int add) {
     uint16_t head[RUN];
     int64_t done = 0;
-#ifdef __AVX2__
+#if defined(__AVX2__) && !defined(__AVX512BW__)  // which vectorizes what follows, and better
     for (; done + 32 <= n; done += 32) e3m0_values32(code + done, factor, x + done, add);
 #endif
     for (int64_t i = done; i < n; i++) {
