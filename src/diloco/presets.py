@@ -85,7 +85,7 @@ class DilocoSettings(Timing):
                     *(f"diloco.{setting}", f"diloco.{field}"),
                 )
         added = [f"{settings[setting]}={value}" for setting, value in values.items() if value is not None]
-        return f"{name}:{','.join([*filter(None, [options]), *added])}".removesuffix(":")
+        return f"{name}:{','.join(part for part in (options, *added) if part)}".removesuffix(":")
 
     def of_method(self, method: "Method") -> Self:
         """The same with the method's own values in the fields that were left out."""

@@ -223,10 +223,8 @@ SMOKES = [
     ),
     Smoke(
         "links.py",
-        "{text} --output {out} --recipe tiny --sync-every 6 --repeats 1 --seconds 0.2 "
-        "--bandwidths 200 --methods payload,data_parallel_bf16,diloco,streaming_overlapped_fp4:3"
-        + TORCHFT
-        * ",torchft_diloco",
+        "{text} --output {out} --recipe tiny --sync-every 6 --repeats 1 --seconds 0.5 --bandwidths 200 --methods "
+        "payload,data_parallel_bf16,diloco,streaming_overlapped_fp4:3" + TORCHFT * ",torchft_diloco",
         r"32 MB each way fill(.|\n)*\| 200 \| DiLoCo, FP32 \|",
         (("links.csv", 7 + 4 * TORCHFT),),
         again=True,

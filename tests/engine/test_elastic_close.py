@@ -5,6 +5,7 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -103,17 +104,23 @@ def until_it_waits(replica: Replica) -> threading.Thread:
     return thread
 
 
+def finish_at_once(replicas: Sequence[Replica], *, seconds: float, **ends: bool) -> None:
+    """End the engines at the same time."""
+    threads = [threading.Thread(target=replica.engine.finish, kwargs=ends) for replica in replicas]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+        assert not thread.is_alive(), "an engine does not end"
+
+
 def test_with_a_number_as_quorum_two_that_end_at_once_count_what_each_has_in_flight(tmp_path) -> None:
     # Nothing is due: each has offered another fragment than the other when it ends.
     replicas = [Replica(str(tmp_path), name=name, quorum=2, sync_every=1000) for name in "ab"]
     until(lambda: all(replica.engine.num_steps >= 3 for replica in replicas), *replicas)
     for fragment, replica in enumerate(replicas):
         replica.engine._membership.send(fragment)
-    threads = [threading.Thread(target=replica.engine.finish, kwargs={"close": True}) for replica in replicas]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    finish_at_once(replicas, seconds=30, close=True)
     assert all(replica.exchange.is_closed for replica in replicas)
     replay = replay_of(tmp_path)
     assert [log.round for log in replay.state.fragments] == [1, 1, 1] and replay.state.tokens == 2 * 3 * 8 * P
@@ -133,12 +140,7 @@ def test_with_a_number_as_quorum_two_count_at_the_end_what_neither_can_match(tmp
             for replica in replicas:
                 replica.step()
     # All are matched; of fragment 0 the first one has another step then, of fragment 1 the second one.
-    ends = {"flush": True, "close": True}
-    threads = [threading.Thread(target=replica.engine.finish, kwargs=ends) for replica in replicas]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    finish_at_once(replicas, seconds=10, flush=True, close=True)
     assert all(replica.exchange.is_closed for replica in replicas)
     replay = replay_of(tmp_path)
     assert [log.round for log in replay.state.fragments] == [2, 2, 1] and replay.state.tokens == 2 * 3 * 8 * P
