@@ -51,15 +51,19 @@ def test_the_parts_of_this_machine_and_a_store_are_good(capsys, tmp_path):
     assert len(capsys.readouterr().out.splitlines()) <= 24, "one screen"
 
 
-def test_an_extra_that_is_absent_is_no_fault_and_names_the_command(capsys, about):
+def test_an_extra_and_a_compiler_that_are_absent_are_no_faults(capsys, about, monkeypatch):
     about["Provides-Extra"] = "more"
     for requirement in ("diloco[store]", "no-such-library>=1"):
         about["Requires-Dist"] = f'{requirement} ; extra == "more"'
-    assert parts(capsys)["extras"] == {
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    findings = parts(capsys)
+    assert findings["extras"] == {
         "part": "extras",
         "state": "absent",
         "text": "more: run pip install 'diloco[NAME]'",
     }
+    assert findings["C compiler"]["state"] == "absent"
 
 
 def test_what_is_installed_and_broken_ends_with_1(capsys, monkeypatch, tmp_path):
@@ -106,12 +110,6 @@ def test_the_versions_of_torch_are_those_of_the_page_on_versions():
     assert row is not None
     tried = [tuple(map(int, version.split(".")[:2])) for version in row[1].split(", ")]
     assert (min(tried), max(tried)) == (doctor.OLDEST_TORCH, doctor.NEWEST_TORCH)
-
-
-def test_without_a_compiler_native_code_is_absent_or_comes_from_a_wheel(capsys, monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.delenv("CC", raising=False)
-    assert parts(capsys)["C compiler"]["state"] == "absent"
 
 
 def test_a_flag_that_is_unknown_is_refused(capsys):

@@ -229,22 +229,6 @@ def test_parameters_outside_the_model_that_the_optimizer_trains_are_named(with_n
     engine_of(both).attach(optimizer)  # without a warning
 
 
-@pytest.mark.slow
-def test_micro_steps_under_accelerate_do_not_count():
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
-    model = linear()
-    prepared, optimizer = accelerator.prepare(model, adamw(model))
-    engine = engine_of(accelerator.unwrap_model(prepared))
-    engine.attach(optimizer)
-    for _ in range(9):
-        with accelerator.accumulate(prepared):
-            accelerator.backward(prepared(torch.ones(1, 2)).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-    assert engine.num_steps == 3
-
-
 @pytest.mark.parametrize(
     "optimizer",
     [None, 0.1, torch.optim.SGD, nn.Linear(1, 1), "adamw"],

@@ -335,25 +335,6 @@ def test_a_checkpoint_resumes_without_telling_work_twice(when: str, tmp_path) ->
     resumed.finish()
 
 
-def test_a_checkpoint_is_told_once_however_often_it_is_resumed(tmp_path) -> None:
-    ours = Replica(str(tmp_path), name="ours")
-    until(lambda: min(counted(ours)) >= 0 and not ours.engine._membership.in_flight, ours)
-    ours.step()
-    state, theta = copy.deepcopy(ours.engine.state_dict()), copy.deepcopy(ours.model.state_dict())
-    ours.vanish()
-    first = Replica(str(tmp_path), name="ours")
-    first.model.load_state_dict(theta)
-    first.engine.load_state_dict(state)
-    until(lambda: min(counted(first)) >= 0, first)  # it tells the work of the checkpoint, too
-    first.vanish()
-    second = Replica(str(tmp_path), name="ours")
-    second.model.load_state_dict(theta)
-    second.engine.load_state_dict(state)
-    second.engine.step()
-    assert max(np.abs(uncounted_p).max() for uncounted_p in uncounted(second)) < 1e-6
-    second.vanish()
-
-
 @pytest.mark.parametrize("slot", ["own", "given_away"])
 def test_a_state_that_is_saved_again_before_the_next_step_is_the_one_that_was_loaded(slot, tmp_path) -> None:
     settings = {"error_feedback": 0.5, "wire": "e3m0", "sync_every": 20}

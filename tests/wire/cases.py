@@ -21,9 +21,8 @@ SPARSE = ["topk", "feddropout", "dare", "sparseloco", "pulse"]
 NAMES = UNSCALED + BLOCKS + SPARSE
 BLOCK_SPECS = BLOCKS + [f"{name}:block={(8, 640)[number % 2]}" for number, name in enumerate(BLOCKS)]
 STOCHASTIC_SPECS = [f"{name}:stochastic=true" for name in BLOCKS]
-SPARSE_SPECS = [
-    f"{name}:density=0.3,values={values}" for name in SPARSE[:3] for values in ("fp32", "bf16", "int4")
-]
+SPARSE_SPECS = [f"topk:density=0.3,values={values}" for values in ("fp32", "bf16", "int4")]
+SPARSE_SPECS += ["feddropout:density=0.3,values=bf16", "dare:density=0.3,values=int4"]
 SPARSE_SPECS += ["sparseloco:block=256,k=64", "sparseloco:block=32,k=8", "sparseloco:block=36,k=36"]
 SPARSE_SPECS += ["pulse:density=0.3", "pulse:values=int4,mask=fp32"]
 SPECS = UNSCALED + BLOCK_SPECS + STOCHASTIC_SPECS + SPARSE_SPECS
