@@ -38,6 +38,7 @@ _CONTEXT.set_forkserver_preload(
         "torch.utils.tensorboard",
         "diloco.training.loop",
         "diloco.models.language_model",
+        "diloco.report.terminal.training",
         "diloco.rendezvous.store_rendezvous",
         "diloco.wire.floats",
         "diloco.wire.sparse",

@@ -164,7 +164,21 @@ def test_a_run_ends_though_replicas_come_and_go(eventful):
     assert firsts == [1, 5], "the others' tokens while c had no process are not of its steps"
     assert set(contributors(state)) == {"a", "b", "c"}
     expected = parameters_hash(replayed(eventful.rendezvous, initial=initial_parameters).parameters())
-    assert {(total["outer_hash"], total["entry"]) for total in totals.values()} == {(expected, state.number - 1)}
+    ends = {(total["outer_hash"], total["entry"], total["closed"]) for total in totals.values()}
+    assert ends == {(expected, state.number - 1, True)}
+    assert len({total["eval_loss"] for total in totals.values()}) == 1
+    for name in totals:
+        model, _ = run_parameters(eventful.runs / name, "outer")
+        assert parameters_hash(dict(model.named_parameters())) == expected
+
+
+def test_a_summary_tells_the_tokens_per_second_of_its_replica_and_of_the_run(eventful):
+    for name, batch in (("a", 4), ("b", 2)):
+        total = summary(eventful.runs / name)
+        own = batch * eventful.sequence_length * total["num_steps"] / total["wall_seconds"]
+        assert total["replica_tokens_per_second"] == pytest.approx(own)
+        run_pace = ReplicaTail(metrics_file(eventful.runs / name, 0)).read().tokens_per_second
+        assert total["tokens_per_second"] == run_pace > own, "the tokens of all, while this replica trained"
 
 
 def test_replicas_publish_the_runs_outer_parameters_in_turn(eventful):
@@ -246,36 +260,6 @@ def test_a_joiner_of_a_run_that_is_over_is_told_so(eventful):
     ):
         train(of(eventful, "late"))
     assert len(bodies(eventful.rendezvous, Join)) == 4
-
-
-def train_at_own_pace(config: TrainConfig) -> None:
-    """One of three replicas: a larger batch takes longer, by far."""
-    rank = int(os.environ["DILOCO_REPLICA"])
-    batch = (2, 3, 5)[rank]
-    mine = of(config, "abc"[rank], replica_batch=batch)
-    train(mine, on_step=lambda _: time.sleep(0.01 * rank))
-
-
-def test_replicas_of_other_paces_end_with_the_last_entry_of_the_log(config, tmp_path):
-    batches = {"num_replicas": 3, "replica_batch": 1, "micro_batch": 1, "global_batch": 10}
-    run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), num_tokens=24 * 10 * 32, **batches)
-    run_replicas(train_at_own_pace, 3, run, joined=False)
-    replay = replayed(run.rendezvous, initial=initial_parameters)
-    expected, last = parameters_hash(replay.parameters()), replay.state.number - 1
-    totals = [summary(tmp_path / name) for name in "abc"]
-    assert [total["outer_hash"] for total in totals] == [expected] * 3
-    assert len({total["eval_loss"] for total in totals}) == 1
-    for name in "abc":
-        model, _ = run_parameters(tmp_path / name, "outer")
-        assert parameters_hash(dict(model.named_parameters())) == expected
-    assert [(total["entry"], total["closed"]) for total in totals] == [(last, True)] * 3
-    assert replay.checked.closed_by == last
-    for name, total in zip("abc", totals, strict=True):
-        pace = total["num_steps"] / total["wall_seconds"]
-        own = {"a": 2, "b": 3, "c": 5}[name] * config.sequence_length * pace
-        assert total["replica_tokens_per_second"] == pytest.approx(own)
-        run_pace = ReplicaTail(metrics_file(tmp_path / name, 0)).read().tokens_per_second
-        assert total["tokens_per_second"] == run_pace > own, "the tokens of all, while this replica trained"
 
 
 def test_a_finished_run_whose_metrics_are_damaged_ends_well(config, tmp_path, caplog):
@@ -450,32 +434,27 @@ def test_a_joiner_needs_no_settings_but_its_text_and_name(folder):
     assert a["contributors"].keys() == {"a", "b"} and a["outer_hash"] == b["outer_hash"]
 
 
-@pytest.mark.parametrize(
-    ("stop", "number", "exit_code"),
-    [(os.killpg, signal.SIGINT, 130), (os.kill, signal.SIGTERM, 143)],
-    ids=["ctrl_c", "sigterm"],
-)
-def test_a_command_joins_and_a_signal_lets_it_leave(stop, number, exit_code, folder):
+def test_a_command_joins_and_a_signal_lets_it_leave(folder):
     """A terminal sends Ctrl-C to all processes of the command; others send SIGTERM to its first."""
-    bucket = f"bucket-{number.name}"
-    flags = ["--rendezvous", bucket, "--runs", f"elastic-{number.name}"]
-    metrics = folder / flags[-1] / "stopped" / "metrics-0.jsonl"
-    starts, saved = (1, 2) if number == signal.SIGTERM else (1,), list[str]()  # by the same command
-    for start in starts:
+    flags = ["--rendezvous", "bucket", "--runs", "elastic-stopped"]
+    metrics, bucket = folder / flags[-1] / "stopped" / "metrics-0.jsonl", str(folder / "bucket")
+    saved = list[str]()  # by the same command
+    for stop, number, exit_code in ((os.killpg, signal.SIGINT, 130), (os.kill, signal.SIGTERM, 143)):
+        is_first, num_lines = not saved, 25 * (1 + len(saved))
         with started(folder, "--name", "stopped", *flags, "--num-tokens", str(8 * 64 * 4000)) as process:
-            wait_for(metrics, num_lines=25 * start)
+            wait_for(metrics, num_lines=num_lines)
             stop(process.pid, number)
             done = process.wait(TIMEOUT_SECONDS)
         assert done.returncode == exit_code
         *_, stopped = done.stderr.splitlines()
-        assert ("this run trusts everybody who can write to " in done.stderr) == (start == 1)
+        assert ("this run trusts everybody who can write to " in done.stderr) == is_first
         end = rf"diloco: stopped by {number.name}: step (\d+) is saved; go on from step \1 with: .*/stopped"
         match = re.fullmatch(end, stopped)
-        assert match and int(match[1]) == metrics.read_text().count("\n") >= 25 * start
-        assert start == 1 or f"going on from step {saved[-1]}" in done.stdout
+        assert match and int(match[1]) == metrics.read_text().count("\n") >= num_lines
+        assert is_first or f"going on from step {saved[-1]}" in done.stdout
         saved.append(match[1])
-    assert [join.name for join in bodies(str(folder / bucket), Join)] == ["stopped" for _ in starts]
-    assert [leave.finished for leave in bodies(str(folder / bucket), Leave)] == [False for _ in starts]
+    assert [join.name for join in bodies(bucket, Join)] == ["stopped"] * 2
+    assert [leave.finished for leave in bodies(bucket, Leave)] == [False] * 2
     refused = run(folder, "--name", "other", *flags, "--diloco.sync-every", "7")
     assert refused.returncode == 2
     assert "differs from the run in --num-tokens: the run has 2048000, and this replica 30720" in refused.stderr

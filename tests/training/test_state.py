@@ -1,7 +1,7 @@
 """A replica's state, saved on one number of shards and taken up on another; and how far a run is."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -111,9 +111,10 @@ def run_all(calls: list[tuple]) -> list[tuple]:
     return results
 
 
-def results_of(num_processes: int, *calls: tuple) -> list[list[tuple]]:
+def results_of(num_processes: int, *calls: tuple, imports: Sequence[str] = ()) -> list[list[tuple]]:
     """The results of all processes, by call."""
-    return [*zip(*run_replicas(run_all, num_processes, [*calls], timeout_seconds=120), strict=True)]
+    results = run_replicas(run_all, num_processes, [*calls], timeout_seconds=120, imports=imports)
+    return [*zip(*results, strict=True)]
 
 
 def check_resumed(resumed: list[tuple], saved: list[tuple], *, is_same: bool, tolerance: float) -> None:
@@ -196,29 +197,11 @@ def train_alone(S: int, also_compiled: bool, tensor_parallel: int = 1) -> tuple[
 @pytest.mark.slow
 def test_a_replica_alone_may_be_sharded_and_compiled():
     (expected, _), *_ = run_replicas(train_alone, 1, 1, False)
-    for sharded in results_of(2, (train_alone, 2, True), (train_alone, 2, True, 2)):
+    calls, compiler = ((train_alone, 2, True), (train_alone, 2, True, 2)), ["torch._inductor.compile_fx"]
+    for sharded in results_of(2, *calls, imports=[*compiler, "functorch.compile"]):
         for losses, outer_hash in sharded:
             assert losses == pytest.approx(expected, abs=1e-5)
             assert outer_hash == sharded[0][1]
-
-
-def swap() -> tuple[bool, bool]:
-    config = config_of(2, "fp32", "gather")
-    _, state, _ = begin(config, Path())
-    tokens = torch.zeros(1, 4, dtype=torch.int64)
-    with torch.no_grad():
-        for name, outer in state.sync.outer_parameters().items():
-            outer.mul_(2 if name.startswith("embedding") else 1)
-        own = [state.model(tokens)]
-        with state.sync.outer_parameters_applied():
-            outer = [state.model(tokens)]
-        own.append(state.model(tokens))
-    return torch.equal(*own), torch.equal(outer[0], own[0])
-
-
-def test_the_outer_parameters_take_the_place_of_the_replicas_own_for_a_while():
-    for restored, unchanged in run_replicas(swap, M * 2):
-        assert restored and not unchanged
 
 
 def train_the_next_fragment_alone() -> list[tuple[set[int], set[int]]]:
