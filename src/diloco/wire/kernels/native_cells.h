@@ -583,8 +583,8 @@ TARGET static int OF(write_bit)(const CELL *y, int64_t k, int b, Body *body) {
         write_word(plane + i / 8, OF(with)(y + i, (CELL)((CELL)1 << b)) & first_bits(k - i));
     return plane != 0;
 }
-// Write the planes of bits, from `first` on and below `end`, of k numbers, which are lost; 64 more are read. Return 0 if
-// there is no room.
+// Write the planes of bits, from `first` on and below `end`, of k numbers, which are lost; 64 more are read. Return 0
+// if there is no room.
 TARGET static int OF(write_numbers)(CELL *y, int64_t k, int e, int first, int end, Body *body) {
     for (int b = first; b < e && b < end; b++)
         if (!OF(write_bit)(y, k, b, body)) return 0;
@@ -613,8 +613,8 @@ TARGET INLINE void OF(read_level)(
         for (int j = 0; j < num; j++) OF(give)(to, word_at(exact[j] + i / 8), (CELL)((CELL)1 << (b - num + j)));
     }
 }
-// Make numbers of their planes of bits, from `first` on and up to `top`, which numbers with a higher bit have, too. They
-// lie in one of two places, which have room for 64 more.
+// Make numbers of their planes of bits, from `first` on and up to `top`, which numbers with a higher bit have, too.
+// They lie in one of two places, which have room for 64 more.
 TARGET static CELL *OF(read_numbers)(const Numbers *p, int first, int top, CELL *to, CELL *other) {
     int last = p->last < top ? p->last : top, least = p->e < top ? p->e : top;
     for (int b = last; b >= least && b >= first; b--) {
