@@ -73,7 +73,7 @@ def share_server() -> None:
 
 
 def _client(address: str) -> forkserver.ForkServer:
-    """What asks for forks at the address of a server that another process has started."""
+    """A client of a server of forks at an address, which another process has started."""
     client = forkserver.ForkServer()
     client._forkserver_address, client._forkserver_alive_fd = address, os.pipe()[1]
     client.ensure_running = resource_tracker.ensure_running
