@@ -103,6 +103,7 @@ def _frameworks() -> forkserver.ForkServer:
 
 def _serve_frameworks(path: str) -> None:
     end_with_parent()
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # the parent ends when nobody has it open
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{path}-new")
         listener.listen()

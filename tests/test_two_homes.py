@@ -199,7 +199,7 @@ def test_two_homes_train_one_model_and_one_of_them_leaves(tmp_path, use_environm
         until(lambda: metrics.read_text().count("\n") > num_lines)
         os.killpg(training.pid, signal.SIGCONT)
         outputs = [one.printed() for one in (training, back)]
-        assert re.search(r"one winner(.|\n)* ([5-9]|10)\.?\d* Mbit/s up", checking.printed())
+        assert re.search(r"one winner(.|\n)* 1 MiB: ([5-9]|10)\.?\d* Mbit/s up", checking.printed())
         evaluated, _, written = (shell.type(0, command).printed() for command in afterwards)
         lives = Look(url, with_timeline=True)
         lives.again()
