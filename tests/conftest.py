@@ -31,7 +31,7 @@ import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 from tests.memory import backgrounds
-from tests.processes import SAMPLES
+from tests.processes import SAMPLES, share_server
 from tests.servers import azurite as azurite
 from tests.servers import directory as directory
 from tests.servers import hugging_face as hugging_face
@@ -79,6 +79,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    if config.getoption("numprocesses", None):
+        share_server()
     is_quick = config.getoption("markexpr") == "not slow"
     settings.load_profile("quick" if is_quick else "all")
     if num_examples := config.getoption("hostile_examples"):

@@ -1,11 +1,15 @@
 """Replicas for tests of collectives: real processes, joined by a gloo process group on this computer."""
 
 import faulthandler
+import fcntl
+import functools
 import gc
 import importlib
 import json
+import multiprocessing.process
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,10 +19,12 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -44,9 +50,77 @@ _CONTEXT.set_forkserver_preload(
         "diloco.wire.sparse",
     ]
 )
+_FRAMEWORKS = [
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.trainer",
+    "peft",
+    "trl.trainer.sft_trainer",
+    "trl.trainer.grpo_trainer",
+]
+"""Modules that together take seven seconds of a processor: one process imports them for all tests, if one asks."""
+_SERVER = "TESTS_FORK_SERVER"
+_CAN_SHARE = sys.version_info < (3, 14)  # later servers ask for a key
 
 SAMPLES = {"WHOLE_SAMPLES": "1"}
 """The variable with which a program writes its samples to their end: of a tiny run's time they take a quarter."""
+
+
+def share_server() -> None:
+    """Let the test processes that this one starts fork from its server, which imports torch once for all."""
+    if _CAN_SHARE:
+        forkserver.ensure_running()
+        os.environ[_SERVER] = os.fsdecode(forkserver._forkserver._forkserver_address)
+
+
+def _client(address: str) -> forkserver.ForkServer:
+    """A client of a server of forks at an address, which another process has started."""
+    client = forkserver.ForkServer()
+    client._forkserver_address, client._forkserver_alive_fd = address, os.pipe()[1]
+    client.ensure_running = resource_tracker.ensure_running
+    return client
+
+
+if address := os.environ.pop(_SERVER, None):
+    forkserver._forkserver = _client(address)
+    forkserver.ensure_running = forkserver._forkserver.ensure_running
+    forkserver.connect_to_new_process = forkserver._forkserver.connect_to_new_process
+
+
+@functools.cache
+def _frameworks() -> forkserver.ForkServer:
+    """The server whose forks have imported frameworks; it is a fork of the other one, and ends with that."""
+    forkserver.ensure_running()
+    path = f"{forkserver._forkserver._forkserver_address}-frameworks"
+    with Path(f"{path}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not Path(path).exists():
+            process = _CONTEXT.Process(target=_serve_frameworks, args=(path,))
+            process.start()
+            multiprocessing.process._children.discard(process)  # so that the end of this one does not wait for it
+            wait_for_files(path)
+    return _client(path)
+
+
+def _serve_frameworks(path: str) -> None:
+    end_with_parent()
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # the parent ends when nobody has it open
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{path}-new")
+        listener.listen()
+        Path(f"{path}-new").rename(path)
+        end, _never_closed = os.pipe()
+        forkserver.main(listener.detach(), end, _FRAMEWORKS)
+
+
+def _start(process: BaseProcess, imports: Sequence[str]) -> None:
+    """Start a process as a fork of one that has imported frameworks, if it needs them, or else torch."""
+    if _CAN_SHARE and any(module in _FRAMEWORKS for module in imports):
+        connect = _frameworks().connect_to_new_process
+        with mock.patch.object(forkserver, "connect_to_new_process", connect):
+            process.start()
+    else:
+        process.start()
 
 
 class ReplicaError(AssertionError):
@@ -83,7 +157,7 @@ def run_replicas(
         ours, theirs = zip(*pipes, strict=True)
         parent = _CONTEXT.Process(target=_fork_replicas, args=(theirs, imports, folder, address, function, args))
         try:
-            parent.start()
+            _start(parent, imports)
             for connection in theirs:
                 connection.close()
             return _results(ours, deadline, mortal)
@@ -97,7 +171,12 @@ def run_replicas(
 
 
 def run_main(
-    main: Callable[..., Any], *args: Any, folder: Path, timeout_seconds: float, **environment: str
+    main: Callable[..., Any],
+    *args: Any,
+    folder: Path,
+    timeout_seconds: float,
+    imports: Sequence[str] = (),
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run `main(*args)` as a program of its own, in a folder, in a process that finds torch imported.
 
@@ -106,17 +185,20 @@ def run_main(
         args: its arguments, pickled.
         folder: the working directory.
         timeout_seconds: for all of it; what the program has started is then killed, too.
+        imports: modules that it needs: if there are frameworks among them, it finds those imported, too.
         environment: variables beside those of this process.
     """
-    with program(main, *args, folder=folder, **environment) as running:
+    with program(main, *args, folder=folder, imports=imports, **environment) as running:
         return running.wait(timeout_seconds)
 
 
 @contextmanager
-def program(main: Callable[..., Any], *args: Any, folder: Path, **environment: str) -> Iterator["Program"]:
+def program(
+    main: Callable[..., Any], *args: Any, folder: Path, imports: Sequence[str] = (), **environment: str
+) -> Iterator["Program"]:
     """Start a program as `run_main` does; what it has started is killed at the end."""
     with tempfile.TemporaryDirectory() as streams:
-        running = Program(main, args, folder, Path(streams), os.environ | environment)
+        running = Program(main, args, folder, Path(streams), os.environ | environment, imports)
         try:
             yield running
         finally:
@@ -129,12 +211,18 @@ class Program:
     """A program of its own, the first process of its group."""
 
     def __init__(
-        self, main: Callable[..., Any], args: Any, folder: Path, streams: Path, environment: dict[str, str]
+        self,
+        main: Callable[..., Any],
+        args: Any,
+        folder: Path,
+        streams: Path,
+        environment: dict[str, str],
+        imports: Sequence[str],
     ) -> None:
         self.args, self._output, self._errors = args, streams / "output", streams / "errors"
         arguments = (main, args, folder, self._output, self._errors, environment)
         self.process = _CONTEXT.Process(target=_be_program, args=arguments)
-        self.process.start()
+        _start(self.process, imports)
         self.pid = self.process.pid
 
     def wait(self, timeout_seconds: float) -> subprocess.CompletedProcess[str]:
@@ -162,7 +250,7 @@ def run_mains(
     All of them are forked from one process that has imported modules, which take seconds.
     """
     arguments = (list(calls), folder, tuple(imports))
-    done = run_main(_be_programs, *arguments, folder=folder, timeout_seconds=timeout_seconds)
+    done = run_main(_be_programs, *arguments, folder=folder, timeout_seconds=timeout_seconds, imports=imports)
     assert done.returncode == 0, done.stderr
     results = [
         subprocess.CompletedProcess(call[1:], *result)

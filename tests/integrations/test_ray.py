@@ -1,4 +1,7 @@
-"""Ray Train: a replica in a TorchTrainer, and another in a process that does without Ray, which costs less."""
+"""Ray: Ray Train, a launch, and a grid, in one cluster.
+
+One replica is in a TorchTrainer, and another in a process that does without Ray, which costs less.
+"""
 
 import importlib.util
 import os
@@ -15,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.experiments.runner.machines import labelled_runs
+from tests.experiments.runner.test_grid import start
 from tests.fleets.cases import NAMES, check_run, num_steps, wait, write_fleet
 from tests.integrations.jobs import meet_at
 from tests.ports import free_port
@@ -22,6 +27,9 @@ from tests.processes import run_replicas, wait_for_end
 
 import diloco
 from diloco.cli.main import main
+from diloco.experiments.runner.grid import make_job, run_grid
+from diloco.experiments.runner.machines import RayCluster
+from diloco.experiments.runner.rows import read_rows
 from diloco.fleets.launch import states
 from diloco.outer.digest import parameters_hash
 from diloco.training.records.runs import LOCK_FILE
@@ -219,3 +227,18 @@ def test_a_launch_on_ray_survives_the_death_of_an_actor(cluster, small_corpus, t
     wait(lambda: set(states(launch).values()) == {"finished"}, explain=lambda: states(launch))
     check_run(tmp_path, interrupted="b-0", said_so=False)
     assert {group["state"] for group in cluster.util.placement_group_table().values()} == {"REMOVED"}
+
+
+@pytest.mark.filterwarnings("default")  # of ray
+def test_a_grid_on_ray_has_the_rows_of_this_machine(cluster, small_corpus, tmp_path):
+    with pytest.raises(diloco.UserError, match=r"no Ray cluster at 127\.0\.0\.1:1"):
+        RayCluster("127.0.0.1:1")
+    with start(small_corpus, tmp_path, "first") as here:
+        assert here.wait(100).returncode == 0
+    (run, *_) = labelled_runs(small_corpus, tmp_path)
+    name = make_job(run.config, tmp_path).config.name
+    shutil.copytree(tmp_path / "runs" / name, tmp_path / "there" / name)
+    (tmp_path / "there" / name / "result.json").unlink()
+    machine = RayCluster(cluster.get_runtime_context().gcs_address)
+    *_, rows = run_grid([run], tmp_path / "there", machine)
+    assert rows == read_rows(tmp_path / "grid.csv") and (tmp_path / "there" / name / "result.json").exists()

@@ -54,7 +54,7 @@ def _print(checked: StoreCheck) -> None:
     for name, (median, largest) in (("create", checked.create_seconds), ("get", checked.get_seconds)):
         print(f"{name} of 1 kB: median {1e3 * median:.1f} ms, largest {1e3 * largest:.1f} ms")
     up, down = (rate(8e-9 * bytes_s) for bytes_s in (checked.up_bytes_s, checked.down_bytes_s))
-    print(f"one object of 16 MiB: {up} up, {down} down")
+    print(f"one object of {checked.large_bytes >> 20} MiB: {up} up, {down} down")
     if checked.trouble:
         print(f"{checked.trouble}: old payloads can't be retired")
 

@@ -25,6 +25,8 @@ _PATIENCE_SECONDS = 20.0
 _NUM_TIMED = 20
 _SMALL_BYTES = 1000
 _LARGE_BYTES = 1 << 24
+_SLOW_LINK_BYTES, _SLOW_LINK_SECONDS = 1 << 20, 0.5
+"""The object that a slow link is measured with, and the least time of both ways on one: 34 Mbit/s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +42,10 @@ class StoreCheck:
     """Median and largest time of creating an object of 1 kB."""
     get_seconds: tuple[float, float]
     """Median and largest time of reading it."""
+    large_bytes: int
+    """Size of the object that gives the rates: 16 MiB, on a slow link 1 MiB."""
     up_bytes_s: float
-    """Rate of creating one object of 16 MiB, latency included."""
+    """Rate of creating it, latency included."""
     down_bytes_s: float
     """Rate of reading it."""
     trouble: str
@@ -88,7 +92,7 @@ async def _check(store: Store, num_racers: int, num_races: int) -> StoreCheck:
     folder, trouble = _new_folder(), ""
     try:
         small = [await _seconds(store, f"{folder}/small/{i}", _SMALL_BYTES) for i in range(_NUM_TIMED + 1)]
-        up, down = await _seconds(store, f"{folder}/large", _LARGE_BYTES)
+        large_bytes, up, down = await _large(store, folder)
         await _race(store, folder, num_racers, num_races)
         names = await _listed(store, folder)
     finally:
@@ -108,8 +112,9 @@ async def _check(store: Store, num_racers: int, num_races: int) -> StoreCheck:
         num_racers=num_racers,
         create_seconds=(creates[_NUM_TIMED // 2], creates[-1]),
         get_seconds=(gets[_NUM_TIMED // 2], gets[-1]),
-        up_bytes_s=_LARGE_BYTES / up,
-        down_bytes_s=_LARGE_BYTES / down,
+        large_bytes=large_bytes,
+        up_bytes_s=large_bytes / up,
+        down_bytes_s=large_bytes / down,
         trouble=trouble,
     )
 
@@ -166,6 +171,14 @@ def _content(racer: int) -> bytes:
 async def _read(store: Store, name: str) -> bytes | None:
     data = await store.get(name, most_bytes=_LARGE_BYTES, patience_seconds=_PATIENCE_SECONDS)
     return None if data is None else bytes(data)
+
+
+async def _large(store: Store, folder: str) -> tuple[int, float, float]:
+    """Bytes of an object, and the seconds that it takes to create and to read it."""
+    up, down = await _seconds(store, f"{folder}/slow", _SLOW_LINK_BYTES)
+    if up + down > _SLOW_LINK_SECONDS:
+        return _SLOW_LINK_BYTES, up, down
+    return _LARGE_BYTES, *await _seconds(store, f"{folder}/large", _LARGE_BYTES)
 
 
 async def _seconds(store: Store, name: str, num_bytes: int) -> tuple[float, float]:

@@ -210,26 +210,6 @@ def test_a_failure_is_tried_again_unless_it_is_final(small_corpus, tmp_path, tra
     assert "failed" not in row and len(again.jobs) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # of ray
-def test_a_ray_cluster_gives_the_same_rows(small_corpus, tmp_path, trained):
-    ray = pytest.importorskip("ray")
-    from diloco.experiments.runner.machines import RayCluster
-
-    with pytest.raises(UserError, match=r"no Ray cluster at 127\.0\.0\.1:1"):
-        RayCluster("127.0.0.1:1")
-    runs = labelled_runs(small_corpus, trained)[:1]
-    name = make_job(runs[0].config, tmp_path).config.name
-    shutil.copytree(trained / "killed" / "runs" / name, tmp_path / name)
-    (tmp_path / name / "result.json").unlink()
-    cluster = ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        rows = rows_of(runs, tmp_path, RayCluster(cluster.address_info["gcs_address"]))
-    finally:
-        ray.shutdown()
-    assert rows == read_rows(trained / "killed" / "grid.csv")[:1] and (tmp_path / name / "result.json").exists()
-
-
 def test_a_machine_runs_as_many_at_once_as_it_has_cores(small_corpus, tmp_path, monkeypatch):
     one = make_job(tiny_config(small_corpus, tmp_path), tmp_path)
     two = make_job(tiny_config(small_corpus, tmp_path, num_replicas=2), tmp_path)

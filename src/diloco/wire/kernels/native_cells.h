@@ -7,6 +7,8 @@
 #define PAIRS ((uint64_t)0x5555555555555555)
 enum { SAMPLE = 16, CLASSES = 4, HEAD = 2 + 3 * CLASSES, SLACK = 16, GAP_BITS = 18, WORDS = 32, AHEAD_CELLS = 4096 };
 enum { MOST_PARAMETER = 62, MOST_GAP_PARAMETER = 16 };
+// Of a number y, a byte has the lowest bits and, as bit LOW, whether there are higher ones.
+enum { LOW = 7, LONG = 1 << LOW };
 
 INLINE int bit_length(uint64_t value) { return value ? 64 - __builtin_clzll(value) : 0; }
 INLINE int64_t bytes_of(int64_t bits) { return (bits + 7) / 8; }
@@ -96,8 +98,8 @@ typedef struct {
 #define FULL ",prefer-vector-width=512"
 #endif
 #define LEVEL 2
-#define TARGET \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,bmi,bmi2,popcnt,lzcnt" FULL)))
+#define AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx512vpopcntdq"
+#define TARGET __attribute__((target(AVX512 ",bmi,bmi2,popcnt,lzcnt" FULL)))
 #define NAME(FUNCTION) FUNCTION##_avx512
 #include "native_cells.h"
 #define LEVEL 1
@@ -116,7 +118,7 @@ static int level(void) {
     // pext of the first Zen processors takes a hundred cycles.
     if (!__builtin_cpu_supports("avx2") || __builtin_cpu_is("znver1") || __builtin_cpu_is("znver2")) return 0;
     if (!__builtin_cpu_supports("bmi2")) return 0;
-    int has_512 = __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vl");
+    int has_512 = __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vpopcntdq");
     return cells_level < 1 + has_512 ? cells_level : 1 + has_512;
 }
 #define BEST(FUNCTION, ...) \
@@ -163,6 +165,15 @@ int64_t cells_decode(
 
 #elif !defined(CELL)
 
+#if LEVEL > 1
+// Zero, which no compiler folds: on Zen 4 vpexpand waits for the last value of the register that it writes, though it
+// writes all of it, and so would wait for the loop's last round.
+TARGET INLINE __m512i NAME(fresh)(void) {
+    __m512i zero;
+    __asm__("vpxor %x0, %x0, %x0" : "=x"(zero));
+    return zero;
+}
+#endif
 TARGET INLINE uint64_t NAME(pext)(uint64_t word, uint64_t mask) {
 #if LEVEL > 0
     return _pext_u64(word, mask);
@@ -256,10 +267,18 @@ TARGET static int NAME(top_bucket)(const uint8_t *bucket, int64_t num) {
 // The ones among some bits of a plane.
 TARGET static int64_t NAME(count)(const uint8_t *plane, int64_t bits) {
     int64_t ones = 0, i = 0;
-    for (; i + 512 <= bits; i += 512) {
-        __builtin_prefetch((const void *)((uintptr_t)plane + (uintptr_t)i / 8 + 1024));
-        for (int j = 0; j < 8; j++) ones += __builtin_popcountll(word_at(plane + i / 8 + 8 * j));
+#if LEVEL > 1
+    __m512i sums = _mm512_setzero_si512();
+    for (; i + 512 <= bits; i += 512)
+        sums = _mm512_add_epi64(sums, _mm512_popcnt_epi64(_mm512_loadu_si512(plane + i / 8)));
+    ones = _mm512_reduce_add_epi64(sums);
+#else
+    for (; i + 256 <= bits; i += 256) {
+        const uint8_t *at = plane + i / 8;
+        int64_t some = __builtin_popcountll(word_at(at)) + __builtin_popcountll(word_at(at + 8));
+        ones += some + (__builtin_popcountll(word_at(at + 16)) + __builtin_popcountll(word_at(at + 24)));
     }
+#endif
     for (; i < bits; i += 64) {
         uint64_t word = 0;
         memcpy(&word, plane + i / 8, (size_t)(bits - i < 64 ? bytes_of(bits - i) : 8));
@@ -272,7 +291,7 @@ TARGET static int64_t NAME(count)(const uint8_t *plane, int64_t bits) {
 TARGET static int NAME(find_numbers)(const uint8_t **at, const uint8_t *end, int64_t k, int e, int bits, Numbers *y) {
     if (k * e > 8 * (end - *at)) return 1;
     y->e = y->last = e, y->num[e] = k;
-    for (int b = 0; b < e; b++) y->exact[b] = *at, *at += bytes_of(k);
+    for (int b = 0; b < e; b++) y->num[b] = k, y->exact[b] = *at, *at += bytes_of(k);
     for (int b = e; b < bits - 1 && k; b++) {
         y->longer[b] = *at, *at += bytes_of(k);
         if (*at > end) return 1;
@@ -334,7 +353,7 @@ TARGET static int64_t NAME(find_planes)(const uint8_t *body, int64_t length, int
 
 TARGET static int NAME(write_mask)(
     const Writer *mask, Body *body, uint8_t *head, uint8_t *scratch, int64_t room);
-TARGET static void NAME(read_mask)(const Planes *p, int c, uint8_t *mask, void *scratch, int64_t n);
+TARGET static const uint8_t *NAME(read_mask)(const Planes *p, int c, uint8_t *mask, void *scratch, int64_t n);
 
 #define CELL uint8_t
 #define OF(FUNCTION) NAME(FUNCTION##1)
@@ -400,23 +419,27 @@ TARGET static int NAME(write_mask)(
             all |= y, shorter[i] = (uint16_t)y;
         }
         for (int64_t i = 0; all >> 16 && i < k; i++) place[i] = place[i + 1] - place[i] + more;
-        int is_room = all >> 16 ? NAME(write_numbers4)(place, k, g, GAP_BITS, body)
-                                : NAME(write_numbers2)(shorter, k, g, GAP_BITS, body);
+        int is_room = all >> 16 ? NAME(write_numbers4)(place, k, g, 0, GAP_BITS - 1, body)
+                                : NAME(write_numbers2)(shorter, k, g, 0, GAP_BITS - 1, body);
         if (!is_room) return 0;
     }
     head[0] = (uint8_t)k, head[1] = (uint8_t)(k >> 8);
     return 1;
 }
-// Make the mask of a class, in zeroed memory; `scratch` has room for two lists of n numbers.
-TARGET static void NAME(read_mask)(const Planes *p, int c, uint8_t *mask, void *scratch, int64_t n) {
+// The mask of a class, which is made where it isn't a plane of all n cells; `scratch` has room for two lists of n
+// numbers.
+TARGET static const uint8_t *NAME(read_mask)(const Planes *p, int c, uint8_t *mask, void *scratch, int64_t n) {
+    uint8_t *start = mask;
+    if (!p->gap[c] && p->num_first[c] == bytes_of(n)) return p->first[c];
+    memset(mask, 0, (size_t)room_of(n));
     if (!p->gap[c]) {
         memcpy(mask, p->first[c], (size_t)p->num_first[c]);
     } else if (p->gap[c] > 1) {
         int is_short = p->gaps[c].last < 16;
         const uint16_t *shorter = 0;
         const uint32_t *y = 0;
-        if (is_short) shorter = NAME(read_numbers2)(&p->gaps[c], scratch, (uint16_t *)scratch + n + 64);
-        else y = NAME(read_numbers4)(&p->gaps[c], scratch, (uint32_t *)scratch + n + 64);
+        if (is_short) shorter = NAME(read_numbers2)(&p->gaps[c], 0, 15, scratch, (uint16_t *)scratch + n + 64);
+        else y = NAME(read_numbers4)(&p->gaps[c], 0, 31, scratch, (uint32_t *)scratch + n + 64);
         uint32_t less = (1u << p->gap[c]) - 1, next = (uint32_t)-1;
         for (int64_t j = 0; j < p->num_first[c]; j++) {
             next += (is_short ? shorter[j] : y[j]) - less;
@@ -432,6 +455,7 @@ TARGET static void NAME(read_mask)(const Planes *p, int c, uint8_t *mask, void *
             write_word(mask, word);
         }
     }
+    return start;
 }
 #undef LEVEL
 #undef TARGET
@@ -443,8 +467,8 @@ TARGET static void NAME(read_mask)(const Planes *p, int c, uint8_t *mask, void *
 #define TOP ((CELL)((CELL)1 << (BITS - 1)))
 #define LANES (64 / (int)sizeof(CELL))
 
-TARGET INLINE CELL OF(order)(CELL bits) { return (CELL)(bits ^ ((CELL)-(CELL)(bits >> (BITS - 1)) | TOP)); }
-TARGET INLINE CELL OF(at)(CELL place) { return (CELL)(place ^ ((CELL)((CELL)(place >> (BITS - 1)) - 1) | TOP)); }
+// The place of a cell among all, less that of 0; and the cell of a place.
+TARGET INLINE CELL OF(order)(CELL cell) { return (CELL)(cell ^ ((CELL)-(CELL)(cell >> (BITS - 1)) & (CELL)~TOP)); }
 
 // Write those of 64 cells that a word has, and up to 64 beyond, and return their number; `to` may be `from` or before.
 TARGET INLINE int64_t OF(compress)(CELL *to, const CELL *from, uint64_t word) {
@@ -462,6 +486,11 @@ TARGET INLINE int64_t OF(compress)(CELL *to, const CELL *from, uint64_t word) {
     }
 #else
 #if LEVEL == 1
+    for (int i = 0; sizeof(CELL) == 1 && i < 64; i += 8) {
+        write_word((uint8_t *)to, _pext_u64(word_at((const uint8_t *)from + i), NAME(chosen)(word >> i)));
+        to += __builtin_popcountll(word >> i & 0xFF);
+    }
+    if (sizeof(CELL) == 1) return to - start;
     for (int i = 0; sizeof(CELL) == 2 && i < 64; i += 8) {
         __m128i eight = _mm_loadu_si128((const void *)(from + i));
         _mm_storeu_si128((void *)to, _mm_shuffle_epi8(eight, NAME(pairs)(NAME(sources)(word >> i))));
@@ -486,15 +515,20 @@ TARGET INLINE void OF(expand)(const CELL *from, uint64_t word, CELL to[64]) {
     for (int i = 0; i < 64; i += LANES) {
         uint64_t part = word >> i & first_bits(LANES);
         __m512i all = _mm512_loadu_si512(from);
-        if (sizeof(CELL) == 1) all = _mm512_maskz_expand_epi8(part, all);
-        if (sizeof(CELL) == 2) all = _mm512_maskz_expand_epi16((__mmask32)part, all);
-        if (sizeof(CELL) == 4) all = _mm512_maskz_expand_epi32((__mmask16)part, all);
-        if (sizeof(CELL) == 8) all = _mm512_maskz_expand_epi64((__mmask8)part, all);
+        if (sizeof(CELL) == 1) all = _mm512_mask_expand_epi8(NAME(fresh)(), part, all);
+        if (sizeof(CELL) == 2) all = _mm512_mask_expand_epi16(NAME(fresh)(), (__mmask32)part, all);
+        if (sizeof(CELL) == 4) all = _mm512_mask_expand_epi32(NAME(fresh)(), (__mmask16)part, all);
+        if (sizeof(CELL) == 8) all = _mm512_mask_expand_epi64(NAME(fresh)(), (__mmask8)part, all);
         _mm512_storeu_si512(to + i, all);
         from += __builtin_popcountll(part);
     }
 #else
 #if LEVEL == 1
+    for (int i = 0; sizeof(CELL) == 1 && i < 64; i += 8) {
+        write_word((uint8_t *)to + i, _pdep_u64(word_at((const uint8_t *)from), NAME(chosen)(word >> i)));
+        from += __builtin_popcountll(word >> i & 0xFF);
+    }
+    if (sizeof(CELL) == 1) return;
     for (int i = 0; sizeof(CELL) == 2 && i < 64; i += 8) {
         __m128i eight = _mm_loadu_si128((const void *)from);
         _mm_storeu_si128((void *)(to + i), _mm_shuffle_epi8(eight, NAME(pairs)(NAME(targets)(word >> i))));
@@ -549,11 +583,12 @@ TARGET static int OF(write_bit)(const CELL *y, int64_t k, int b, Body *body) {
         write_word(plane + i / 8, OF(with)(y + i, (CELL)((CELL)1 << b)) & first_bits(k - i));
     return plane != 0;
 }
-// Write the planes of k numbers below 2^bits, which are lost; return 0 if there is no room. 64 more are read.
-TARGET static int OF(write_numbers)(CELL *y, int64_t k, int e, int bits, Body *body) {
-    for (int b = 0; b < e; b++)
+// Write the planes of bits, from `first` on and below `end`, of k numbers, which are lost; 64 more are read. Return 0
+// if there is no room.
+TARGET static int OF(write_numbers)(CELL *y, int64_t k, int e, int first, int end, Body *body) {
+    for (int b = first; b < e && b < end; b++)
         if (!OF(write_bit)(y, k, b, body)) return 0;
-    for (int b = e; b < bits - 1 && k; b++) {
+    for (int b = first < e ? e : first; b < end && k; b++) {
         uint8_t *plane = take(body, k);
         int64_t num = 0;
         if (!plane) return 0;
@@ -567,18 +602,27 @@ TARGET static int OF(write_numbers)(CELL *y, int64_t k, int e, int bits, Body *b
     }
     return 1;
 }
-// Make the numbers of their planes, in one of two places, which have room for 64 more.
-TARGET static CELL *OF(read_numbers)(const Numbers *p, CELL *to, CELL *other) {
-    for (int b = p->last; b >= p->e; b--) {
-        const CELL *from = other;
-        for (int64_t i = 0; i < p->num[b]; i += 64) {
-            uint64_t longer = b < p->last ? word_at(p->longer[b] + i / 8) & first_bits(p->num[b] - i) : 0;
-            OF(expand)(from, longer, to + i);
-            from += __builtin_popcountll(longer);
-            OF(give)(to + i, ~longer, (CELL)((CELL)1 << b));
-            for (int j = b > p->e ? b - 1 : 0; j < b; j++)
-                OF(give)(to + i, word_at(p->exact[j] + i / 8), (CELL)((CELL)1 << j));
-        }
+// Make k numbers that reach bit b, of those that reach a higher one and some planes of lower bits.
+TARGET INLINE void OF(read_level)(
+    const CELL *from, const uint8_t *longer, const uint8_t *const *exact, int num, int b, int64_t k, CELL *to) {
+    for (int64_t i = 0; i < k; i += 64, to += 64) {
+        uint64_t word = longer ? word_at(longer + i / 8) : 0;
+        OF(expand)(from, word, to);
+        from += __builtin_popcountll(word);
+        OF(give)(to, ~word, (CELL)((CELL)1 << b));
+        for (int j = 0; j < num; j++) OF(give)(to, word_at(exact[j] + i / 8), (CELL)((CELL)1 << (b - num + j)));
+    }
+}
+// Make numbers of their planes of bits, from `first` on and up to `top`, which numbers with a higher bit have, too.
+// They lie in one of two places, which have room for 64 more.
+TARGET static CELL *OF(read_numbers)(const Numbers *p, int first, int top, CELL *to, CELL *other) {
+    int last = p->last < top ? p->last : top, least = p->e < top ? p->e : top;
+    for (int b = last; b >= least && b >= first; b--) {
+        const uint8_t *longer = b < last ? p->longer[b] : 0;
+        int lowest = b > p->e ? b - 1 : 0, num = b - (lowest < first ? first : lowest);
+        const uint8_t *const *exact = p->exact + b - num;
+        if (num == 1) OF(read_level)(other, longer, exact, 1, b, p->num[b], to);
+        else OF(read_level)(other, longer, exact, num, b, p->num[b], to);
         CELL *swap = to;
         to = other, other = swap;
     }
@@ -588,9 +632,62 @@ TARGET static CELL *OF(read_numbers)(const Numbers *p, CELL *to, CELL *other) {
 // Make y = |s| − 1 + 2^e of 64 steps.
 TARGET INLINE void OF(measure)(CELL steps[64], CELL power) {
     for (int i = 0; i < 64; i++) {
-        CELL s = steps[i], is_down = (CELL)(s >> (BITS - 1));
-        steps[i] = (CELL)((CELL)((s ^ (CELL)-is_down) + is_down) - 1 + power);
+        CELL s = steps[i], back = (CELL)-s;
+        steps[i] = (CELL)((CELL)(s < back ? s : back) + (CELL)(power - 1));
     }
+}
+// Make a byte of each of 64 numbers, and return which have higher bits.
+TARGET INLINE uint64_t OF(shorten)(const CELL y[64], uint8_t low[64]) {
+    uint64_t is_long = OF(with)(y, (CELL)-(CELL)LONG);
+    for (int i = 0; i < 64; i++) low[i] = (uint8_t)(y[i] & (LONG - 1));
+    NAME(give1)(low, is_long, LONG);
+    return is_long;
+}
+// Make 64 steps, of their numbers less 2^e − 1, as bytes, and signs; the higher bits of some are read from `from` on,
+// whose end is returned.
+TARGET INLINE const CELL *OF(lengthen)(
+    const uint8_t low[64], const CELL *from, uint64_t down, CELL less, CELL step[64]) {
+    uint64_t is_long = NAME(word)(low, LOW);
+    OF(expand)(from, is_long, step);
+#if LEVEL > 1
+    for (int i = 0; i < 64; i += LANES) {
+        const void *some = low + i;
+        __m512i y = _mm512_loadu_si512(step + i), zero = _mm512_setzero_si512();
+        uint64_t below = down >> i;
+        if (sizeof(CELL) == 1) {
+            y = _mm512_or_si512(y, _mm512_and_si512(_mm512_loadu_si512(some), _mm512_set1_epi8(LONG - 1)));
+            y = _mm512_sub_epi8(y, _mm512_set1_epi8((char)less));
+            y = _mm512_mask_sub_epi8(y, below, zero, y);
+        }
+        if (sizeof(CELL) == 2) {
+            __m512i l = _mm512_cvtepu8_epi16(_mm256_loadu_si256(some));
+            y = _mm512_ternarylogic_epi64(y, l, _mm512_set1_epi16(LONG - 1), 0xF8);
+            y = _mm512_sub_epi16(y, _mm512_set1_epi16((short)less));
+            y = _mm512_mask_sub_epi16(y, (__mmask32)below, zero, y);
+        }
+        if (sizeof(CELL) == 4) {
+            __m512i l = _mm512_cvtepu8_epi32(_mm_loadu_si128(some));
+            y = _mm512_ternarylogic_epi64(y, l, _mm512_set1_epi32(LONG - 1), 0xF8);
+            y = _mm512_sub_epi32(y, _mm512_set1_epi32((int)less));
+            y = _mm512_mask_sub_epi32(y, (__mmask16)below, zero, y);
+        }
+        if (sizeof(CELL) == 8) {
+            __m512i l = _mm512_cvtepu8_epi64(_mm_loadl_epi64(some));
+            y = _mm512_ternarylogic_epi64(y, l, _mm512_set1_epi64(LONG - 1), 0xF8);
+            y = _mm512_sub_epi64(y, _mm512_set1_epi64((int64_t)less));
+            y = _mm512_mask_sub_epi64(y, (__mmask8)below, zero, y);
+        }
+        _mm512_storeu_si512(step + i, y);
+    }
+#else
+    uint8_t is_down[64];
+    NAME(bytes)(down, is_down);
+    for (int i = 0; i < 64; i++) {
+        CELL s = (CELL)((step[i] | (low[i] & (LONG - 1))) - less);
+        step[i] = (CELL)((s ^ (CELL)-is_down[i]) + is_down[i]);
+    }
+#endif
+    return from + __builtin_popcountll(is_long);
 }
 
 // The buckets of 64 cells: the highest bits of their magnitudes.
@@ -602,13 +699,14 @@ TARGET INLINE void OF(classes)(
     const CELL *cells, const uint8_t least[CLASSES - 1], uint64_t valid, uint64_t *of_class) {
     uint8_t bucket[64];
     OF(buckets)(cells, bucket);
+    uint64_t higher = 0;
 #pragma GCC unroll 3
     for (int c = 0; c < CLASSES - 1; c++) {
         uint64_t above = valid & NAME(reach)(bucket, least[c]);
-        of_class[c * WORDS] = above;
-        valid &= ~above;
+        of_class[c * WORDS] = above & ~higher;
+        higher = above;
     }
-    of_class[(CLASSES - 1) * WORDS] = valid;
+    of_class[(CLASSES - 1) * WORDS] = valid & ~higher;
 }
 // The steps of 64 cells, and a word of those that changed.
 TARGET INLINE uint64_t OF(find_steps)(const CELL *old, const CELL *new, CELL step[64]) {
@@ -677,32 +775,42 @@ TARGET static int64_t OF(find_changes)(
     }
     return to - steps;
 }
-// Write the signs of k steps, and make |s| − 1 + 2^e of them.
-TARGET static int OF(write_signs)(CELL *steps, int64_t k, int e, Body *body) {
+// Write the signs of k steps, and split y = |s| − 1 + 2^e: a byte of each, and whole those that have higher bits, which
+// may lie where the steps are; return the number of these, or −1 if there is no room. No cells are read while numbers
+// are written: the next old and new ones come into the cache.
+TARGET static int64_t OF(write_signs)(
+    const CELL *steps, int64_t k, int e, Body *body, uint8_t *low, CELL *whole, const CELL *old, const CELL *new) {
     uint8_t *plane = take(body, k);
+    int64_t num = 0;
+    CELL y[64];
     for (int64_t i = 0; plane && i < k; i += 64) {
-        write_word(plane + i / 8, OF(with)(steps + i, TOP) & first_bits(k - i));
-        OF(measure)(steps + i, (CELL)((CELL)1 << e));
+        memcpy(y, steps + i, sizeof(y));
+        fetch(old, i, sizeof(CELL)), fetch(new, i, sizeof(CELL));
+        write_word(plane + i / 8, OF(with)(y, TOP) & first_bits(k - i));
+        OF(measure)(y, (CELL)((CELL)1 << e));
+        num += OF(compress)(whole + num, y, OF(shorten)(y, low + i) & first_bits(k - i));
     }
-    return plane != 0;
+    return plane ? num : -1;
 }
-
 // Write the body of a chunk, and up to 8 bytes beyond; return its length.
 TARGET static int64_t OF(encode_chunk)(const CELL *old, const CELL *new, int64_t n, uint8_t *start, uint8_t *scratch) {
     int64_t room = room_of(n);
     int top, e, is_room = 1;
     Writer masks[CLASSES];
     CELL *steps = (CELL *)(scratch + 20 * room + 1024);
+    uint8_t *low = (uint8_t *)(steps + n + 64);
     for (int c = 0; c < CLASSES; c++) masks[c] = (Writer){scratch + c * room, scratch + c * room, 0, 0};
     OF(sample)(old, new, n, &top, &e);
-    int64_t k = OF(find_changes)(old, new, n, top, masks, steps);
+    int64_t k = OF(find_changes)(old, new, n, top, masks, steps), num = -1;
     if (!k) return 0;
     uint8_t head[HEAD] = {(uint8_t)top, (uint8_t)e};
     Body body = {start, start + n * (int64_t)sizeof(CELL) - 1};
     is_room = take(&body, 8 * HEAD) != 0;
     for (int c = 0; c < CLASSES && is_room; c++)
         is_room = NAME(write_mask)(masks + c, &body, head + 2 + 3 * c, scratch + 4 * room, room);
-    if (is_room && OF(write_signs)(steps, k, e, &body) && OF(write_numbers)(steps, k, e, BITS, &body)) {
+    if (is_room) num = OF(write_signs)(steps, k, e, &body, low, steps, old + n, new + n);
+    is_room = num >= 0 && NAME(write_numbers1)(low, k, e, 0, LOW, &body);
+    if (is_room && OF(write_numbers)(steps, num, e, LOW, BITS - 1, &body)) {
         memcpy(start, head, HEAD);
         return body.at - start;
     }
@@ -715,7 +823,7 @@ TARGET static int64_t OF(encode_chunk)(const CELL *old, const CELL *new, int64_t
 TARGET static int64_t OF(encode)(
     const uint8_t *old, const uint8_t *new, int64_t n, int64_t chunk, uint32_t *lengths, uint8_t *body) {
     int64_t most = n < chunk ? n : chunk, total = 0;
-    uint8_t *scratch = aligned_memory(20 * room_of(most) + 1024 + (most + 64) * (int64_t)sizeof(CELL));
+    uint8_t *scratch = aligned_memory(20 * room_of(most) + 1024 + (most + 64) * (int64_t)(sizeof(CELL) + 1));
     if (!scratch) return -1;
     for (int64_t i = 0; i < n; i += chunk) {
         int64_t num = n - i < chunk ? n - i : chunk;
@@ -728,28 +836,30 @@ TARGET static int64_t OF(encode)(
 
 // Change cells by steps, in order, where masks of their classes have bits; return the number of changed ones.
 TARGET static int64_t OF(change)(
-    const Planes *p, const CELL *steps, CELL *into, int64_t n, const uint8_t *masks, int64_t room) {
+    const CELL *steps, CELL *into, int64_t n, int top, const uint8_t *const masks[CLASSES]) {
     uint64_t of_class[CLASSES][WORDS], changed[WORDS];
-    int64_t at[CLASSES] = {0};
+    uintptr_t at[CLASSES];
+    for (int c = 0; c < CLASSES; c++) at[c] = 8 * (uintptr_t)masks[c];
     const CELL *from = steps;
     CELL copy[64], step[64];
     uint8_t least[CLASSES - 1];
-    find_least(p->top, least);
+    find_least(top, least);
     for (int64_t start = 0; start < n; start += 64 * WORDS) {
         int64_t num = n - start < 64 * WORDS ? (n - start + 63) / 64 : WORDS, num_some = 0;
         uint8_t some[WORDS];
         for (int64_t j = 0, i = start; j < num; j++, i += 64) {
             fetch(into, i + AHEAD_CELLS, sizeof(CELL));
-            changed[j] = word_at(masks + i / 8) & first_bits(n - i);
-            if (p->top) OF(classes)(OF(all)(into + i, n - i, copy), least, first_bits(n - i), &of_class[0][j]);
+            changed[j] = word_at(masks[0] + i / 8) & first_bits(n - i);
+            if (top) OF(classes)(OF(all)(into + i, n - i, copy), least, first_bits(n - i), &of_class[0][j]);
         }
-        for (int64_t j = 0; p->top && j < num; j++) {
+        for (int64_t j = 0; top && j < num; j++) {
             changed[j] = 0;
 #pragma GCC unroll 4
             for (int c = 0; c < CLASSES; c++) {
-                int64_t size = __builtin_popcountll(of_class[c][j]), bit = at[c];
-                changed[j] |= NAME(pdep)(bits_at(masks + c * room, bit, size), of_class[c][j]);
-                at[c] = bit + size;
+                uint64_t cells = of_class[c][j];
+                int64_t size = __builtin_popcountll(cells);
+                changed[j] |= NAME(pdep)(bits_at((const uint8_t *)(at[c] >> 3), at[c] & 7, size), cells);
+                at[c] += (uintptr_t)size;
             }
         }
         for (int64_t j = 0; j < num; j++) some[num_some] = (uint8_t)j, num_some += changed[j] != 0;
@@ -758,7 +868,7 @@ TARGET static int64_t OF(change)(
             CELL *cells = (CELL *)OF(all)(into + i, n - i, copy);
             OF(expand)(from, changed[some[j]], step);
             from += __builtin_popcountll(changed[some[j]]);
-            for (int l = 0; l < 64; l++) cells[l] = OF(at)((CELL)(OF(order)(cells[l]) + step[l]));
+            for (int l = 0; l < 64; l++) cells[l] = OF(order)((CELL)(OF(order)(cells[l]) + step[l]));
             if (cells == copy) memcpy(into + i, copy, (size_t)(n - i) * sizeof(CELL));
         }
     }
@@ -782,18 +892,16 @@ TARGET static int64_t OF(decode_chunk)(
     int64_t room = room_of(n), k = NAME(find_planes)(body, length, n, BITS, &p);
     if (k < 0 || only_check) return k;
     uint8_t *lists = scratch + CLASSES * room;
-    memset(scratch, 0, (size_t)(CLASSES * room));
-    for (int c = 0; c < CLASSES; c++) NAME(read_mask)(&p, c, scratch + c * room, lists, n);
-    CELL *steps = OF(read_numbers)(&p.steps, (CELL *)lists, (CELL *)lists + n + 64);
-    for (int64_t i = 0; i < k; i += 64) {
-        uint8_t byte[64];
-        NAME(bytes)(word_at(p.signs + i / 8), byte);
-        for (int j = 0; j < 64; j++) {
-            CELL is_down = byte[j], size = (CELL)(steps[i + j] - (CELL)(((CELL)1 << p.steps.e) - 1));
-            steps[i + j] = (CELL)((size ^ (CELL)-is_down) + is_down);
-        }
-    }
-    return OF(change)(&p, steps, into, n, scratch, room);
+    const uint8_t *masks[CLASSES] = {0};
+    for (int c = 0; c < (p.top ? CLASSES : 1); c++) masks[c] = NAME(read_mask)(&p, c, scratch + c * room, lists, n);
+    CELL *steps = (CELL *)lists, *other = steps + n + 64;
+    const CELL *whole = OF(read_numbers)(&p.steps, LOW, BITS - 1, steps, other);
+    if (whole == steps) steps = other;
+    uint8_t *bytes = (uint8_t *)lists + 2 * (n + 64) * (int64_t)sizeof(CELL);
+    const uint8_t *low = NAME(read_numbers1)(&p.steps, 0, LOW, bytes, bytes + n + 64);
+    for (int64_t i = 0; i < k; i += 64)
+        whole = OF(lengthen)(low + i, whole, word_at(p.signs + i / 8), (CELL)(((CELL)1 << p.steps.e) - 1), steps + i);
+    return OF(change)(steps, into, n, p.top, masks);
 }
 
 // Change n cells, or only check the bodies of their chunks, which lie one after another; return the number of changed
@@ -803,7 +911,7 @@ TARGET static int64_t OF(decode)(
     int64_t most = n < chunk ? n : chunk, total = 0, left = 0;
     for (int64_t i = 0, c = 0; i < n; i += chunk, c++) left += lengths[c];
     int64_t num_masks = CLASSES * room_of(most), size = sizeof(CELL) > 4 ? sizeof(CELL) : 4;
-    int64_t num_lists = 2 * (most + 64) * size + 64;
+    int64_t num_lists = 2 * (most + 64) * (size + 1) + 64;
     uint8_t *scratch = aligned_memory(num_masks + num_lists + most * (int64_t)sizeof(CELL) + SLACK);
     if (!scratch) return INT64_MIN;
     for (int64_t i = 0; total >= 0 && i < n; i += chunk) {
