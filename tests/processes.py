@@ -67,9 +67,17 @@ SAMPLES = {"WHOLE_SAMPLES": "1"}
 
 
 def share_server() -> None:
-    """Let the test processes that this one starts fork from its server, which imports torch once for all."""
+    """Let the test processes that this one starts fork from its server, which imports torch once for all.
+
+    What its forks write to the standard error is lost, as it is where pytest captures it.
+    """
     if _CAN_SHARE:
+        errors, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)
         forkserver.ensure_running()
+        os.dup2(errors, 2)
+        os.close(errors)
+        os.close(null)
         os.environ[_SERVER] = os.fsdecode(forkserver._forkserver._forkserver_address)
 
 
