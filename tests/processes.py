@@ -69,14 +69,16 @@ SAMPLES = {"WHOLE_SAMPLES": "1"}
 def share_server() -> None:
     """Let the test processes that this one starts fork from its server, which imports torch once for all.
 
-    What its forks write to the standard error is lost, as it is where pytest captures it.
+    What its forks print is lost: pytest would show it amid the report.
     """
     if _CAN_SHARE:
-        errors, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 2)
+        streams, null = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
+        for number in (1, 2):
+            os.dup2(null, number)
         forkserver.ensure_running()
-        os.dup2(errors, 2)
-        os.close(errors)
+        for number, stream in enumerate(streams, 1):
+            os.dup2(stream, number)
+            os.close(stream)
         os.close(null)
         os.environ[_SERVER] = os.fsdecode(forkserver._forkserver._forkserver_address)
 
@@ -168,7 +170,7 @@ def run_replicas(
             _start(parent, imports)
             for connection in theirs:
                 connection.close()
-            return _results(ours, deadline, mortal)
+            return _results(ours, deadline, mortal, folder)
         finally:
             parent.terminate()
             parent.join(10)
@@ -313,7 +315,7 @@ def shorten_samples() -> None:
     samples._NUM_TOKENS = 16
 
 
-def _results(connections: Sequence[Any], deadline: float, mortal: Collection[int]) -> list[Any]:
+def _results(connections: Sequence[Any], deadline: float, mortal: Collection[int], folder: str) -> list[Any]:
     results: list[Any] = [None] * len(connections)
     waiting = set(range(len(connections)))
     while waiting:
@@ -325,7 +327,9 @@ def _results(connections: Sequence[Any], deadline: float, mortal: Collection[int
             try:
                 results[replica], error = connections[replica].recv()
             except EOFError:
-                error = None if replica in mortal else "it ended without a result"
+                fault = Path(folder, f"fault-{replica}")
+                fault = fault.read_text() if fault.exists() else ""
+                error = None if replica in mortal else f"it ended without a result\n{fault}"
             if error is not None:
                 raise ReplicaError(f"replica {replica} of {len(connections)}: {error}")
     return results
@@ -362,7 +366,10 @@ def _fork_replicas(
     function: Callable[..., Any],
     args: Any,
 ) -> None:
-    """Run the replicas until SIGTERM; by now this process has imported, for all of them, the function's module."""
+    """Run the replicas until SIGTERM, or the end of the test process.
+
+    By now this process has imported, for all of them, the function's module.
+    """
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     for module in imports:
         importlib.import_module(module)
@@ -376,7 +383,7 @@ def _fork_replicas(
             process.start()
         for connection in connections:
             connection.close()
-        signal.pause()
+        multiprocessing.process.parent_process().join()
     finally:
         for process in processes:
             process.terminate()  # a signal that coverage can catch
@@ -397,7 +404,7 @@ def _replica(
 ) -> None:
     signal.signal(signal.SIGTERM, on_sigterm)  # coverage's, where that measures
     end_with_parent()
-    faulthandler.enable()
+    faulthandler.enable(os.open(Path(folder, f"fault-{replica}"), os.O_CREAT | os.O_WRONLY))
     connection = connections[replica]
     for other in connections:
         if other is not connection:

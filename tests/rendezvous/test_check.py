@@ -8,6 +8,7 @@ from obstore.exceptions import PermissionDeniedError
 from tests.fault_proxy import FaultProxy
 from tests.servers import Server
 
+from diloco.rendezvous import check
 from diloco.rendezvous.check import assert_sound, check_store, refusal
 from diloco.rendezvous.store import Store, StoreError
 
@@ -56,6 +57,25 @@ def test_a_store_that_can_not_be_listed_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(obstore, "list", denied)
     with pytest.raises(StoreError, match=r"can't list check/.*: permission denied"):
         check_store(str(tmp_path), racers=2, rounds=2)
+
+
+@pytest.mark.parametrize(
+    ("small_seconds", "seconds", "large_bytes"),
+    [(0.03, 0.2, 1 << 24), (0.03, 0.5, 1 << 20), (0.1, 0.6, 1 << 24), (0.1, 1.0, 1 << 20)],
+    ids=["near", "near, slow link", "far", "far, slow link"],
+)
+def test_a_far_store_is_no_slow_link(
+    small_seconds: float, seconds: float, large_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """1 MiB takes a fast link six round trips, in which TCP begins; by these seconds alone it would look slow."""
+
+    async def measured(store: Store, name: str, num_bytes: int) -> tuple[float, float]:
+        each = small_seconds if num_bytes == 1000 else seconds
+        return each, each
+
+    monkeypatch.setattr(check, "_seconds", measured)
+    checked = check_store(str(tmp_path), racers=2, rounds=1)
+    assert checked.large_bytes == large_bytes and checked.up_bytes_s == large_bytes / seconds
 
 
 @pytest.mark.slow
