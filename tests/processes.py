@@ -379,8 +379,11 @@ def _fork_replicas(
         get_context("fork").Process(target=_replica, args=(i, *arguments)) for i in range(len(connections))
     ]
     try:
+        # While it forks, Python ignores what a handler raises: replicas that are quick would let it miss its end.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         for process in processes:
             process.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         for connection in connections:
             connection.close()
         multiprocessing.process.parent_process().join()
@@ -403,6 +406,7 @@ def _replica(
     args: Any,
 ) -> None:
     signal.signal(signal.SIGTERM, on_sigterm)  # coverage's, where that measures
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     end_with_parent()
     faulthandler.enable(os.open(Path(folder, f"fault-{replica}"), os.O_CREAT | os.O_WRONLY))
     connection = connections[replica]
