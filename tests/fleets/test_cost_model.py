@@ -21,8 +21,8 @@ from tests.servers import Server
 from diloco.rendezvous.prices import Traffic, longest_poll, run_traffic
 from diloco.wire.formats import parse
 
-FIRST = 2 * SYNC_EVERY + 5
-"""No fragment is merged near this step: all that belongs to earlier rounds is over."""
+FIRST = 2 * SYNC_EVERY + SYNC_EVERY // NUM_FRAGMENTS - 1
+"""The step before a send: what was sent one send ago has arrived, and counts with its own outer step."""
 ROUND_TRIP_SECONDS = 0.003
 """A request's, in SeaweedFS on this machine."""
 
