@@ -82,7 +82,7 @@ def test_a_signal_that_nohup_has_ignored_stays_ignored():
     try:
         with on_signal(lambda number, _: caught.append(number)):
             for number in SIGNALS:
-                os.kill(os.getpid(), number)
+                signal.raise_signal(number)  # to this thread: another one would take it later
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
