@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import forkserver, get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -96,10 +96,15 @@ def _client(address: str) -> forkserver.ForkServer:
     return client
 
 
-if address := os.environ.pop(_SERVER, None):
+def use_server(address: str) -> None:
+    """Let this process fork from a server that another one has started."""
     forkserver._forkserver = _client(address)
     forkserver.ensure_running = forkserver._forkserver.ensure_running
     forkserver.connect_to_new_process = forkserver._forkserver.connect_to_new_process
+
+
+if address := os.environ.pop(_SERVER, None):
+    use_server(address)
 
 
 @functools.cache
@@ -357,10 +362,11 @@ def wait_for_files(*paths: str | Path, seconds: float = 20.0) -> None:
 def wait_for_end(pid: int, *, seconds: float = 20.0) -> None:
     """Wait until a process of this machine has ended, and the kernel has closed its connections."""
     deadline = time.monotonic() + seconds
-    # The state comes after the name in parentheses.
-    while (stat := Path(f"/proc/{pid}/stat")).exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, f"process {pid} has not ended in time"
-        time.sleep(0.01)
+    with suppress(FileNotFoundError, ProcessLookupError):
+        # The state comes after the name in parentheses.
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < deadline, f"process {pid} has not ended in time"
+            time.sleep(0.01)
 
 
 def _fork_replicas(
