@@ -1,6 +1,7 @@
 """Every outer rule and merge rule against its equation in NumPy, on two processes; and their limits."""
 
-import copy
+import os
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,7 +68,6 @@ class Trained(NamedTuple):
     """θ before and after what the engine did at each inner step."""
     Thetas: list[np.ndarray]
     places: list[dict[str, Span]]
-    is_resumed_alike: bool
 
 
 def vectors_of(flat: np.ndarray) -> list[np.ndarray]:
@@ -101,25 +101,17 @@ def advance(engine, model, last: int, result: Trained) -> None:
         result.Thetas.append(outer_of(engine))
 
 
+def engine_of(name: str, model):
+    return CASE.engine(model, outer=RULE_SPECS[name], mixing=MERGES.get(name, 0.25))
+
+
 def trained(name: str) -> Trained:
-    """A run with a rule, and the comparison with one that goes on from its state in the midst of it."""
-    model = CASE.model()
-    rules = {"outer": RULE_SPECS[name], "mixing": MERGES.get(name, 0.25)}
-    engine = CASE.engine(model, **rules)
-    result = Trained([], [], [outer_of(engine)], places(), False)
-    advance(engine, model, SAVED, result)
-    state, parameters = copy.deepcopy(engine.state_dict()), copy.deepcopy(model.state_dict())
-    assert state["in_flight"], "the state is saved in the midst of a flight"
+    """A run with a rule."""
+    engine = engine_of(name, model := CASE.model())
+    result = Trained([], [], [outer_of(engine)], places())
     advance(engine, model, STEPS, result)
-    fresh = CASE.model()
-    resumed = CASE.engine(fresh, **rules)
-    fresh.load_state_dict(parameters)
-    resumed.load_state_dict(state)
-    advance(resumed, fresh, STEPS, Trained([], [], [], [], False))
-    ends = [(theta_of(m).tobytes(), outer_of(e).tobytes()) for e, m in ((engine, model), (resumed, fresh))]
     engine.finish()
-    resumed.finish()
-    return result._replace(is_resumed_alike=ends[0] == ends[1])
+    return result
 
 
 def all_trained() -> dict[str, Trained]:
@@ -130,6 +122,44 @@ def all_trained() -> dict[str, Trained]:
 def runs() -> dict[str, list[Trained]]:
     """The runs of both replicas by name."""
     replicas = run_replicas(all_trained, 2)
+    return {name: [replica[name] for replica in replicas] for name in RULE_SPECS}
+
+
+def die(name: str, folder: Path) -> None:
+    """Save a state in the midst of a flight, train on, and be killed."""
+    engine = engine_of(name, model := CASE.model())
+    advance(engine, model, SAVED, result := Trained([], [], [], []))
+    state = {"engine": engine.state_dict(), "model": model.state_dict()}
+    assert state["engine"]["in_flight"]
+    torch.save(state, folder / f"{dist.get_rank()}.pt")
+    advance(engine, model, SAVED + 3, result)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def go_on(name: str, folder: Path) -> Trained:
+    """The rest of a run whose replicas were killed."""
+    engine = engine_of(name, model := CASE.model())
+    state = torch.load(folder / f"{dist.get_rank()}.pt")
+    model.load_state_dict(state["model"])
+    engine.load_state_dict(state["engine"])
+    advance(engine, model, STEPS, result := Trained([], [], [], []))
+    engine.finish()
+    return result
+
+
+def all_gone_on(folder: Path) -> dict[str, Trained]:
+    return {name: go_on(name, folder / name) for name in RULE_SPECS}
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> dict[str, list[Trained]]:
+    """The same runs, whose replicas were killed, and go on from what they had saved."""
+    folder = tmp_path_factory.mktemp("killed")
+    for name in RULE_SPECS:
+        (folder / name).mkdir()
+        assert run_replicas(die, 2, name, folder / name, mortal=(0, 1)) == [None, None]
+    replicas = run_replicas(all_gone_on, 2, folder)
     return {name: [replica[name] for replica in replicas] for name in RULE_SPECS}
 
 
@@ -190,9 +220,15 @@ def test_each_outer_step_is_the_rules_equation(runs, name):
     assert all(same) == (name != "eager"), "shared rules have the same bits on all replicas"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULE_SPECS)
-def test_a_run_that_goes_on_from_its_state_has_the_same_bits(runs, name):
-    assert all(run.is_resumed_alike for run in runs[name])
+def test_replicas_that_are_killed_go_on_from_their_states_bit_for_bit(runs, resumed, name):
+    for run, rest in zip(runs[name], resumed[name], strict=True):
+        assert len(rest.Thetas) == STEPS - SAVED
+        for kept, again in zip(run.Thetas[-len(rest.Thetas) :], rest.Thetas, strict=True):
+            assert kept.tobytes() == again.tobytes()
+        for kept, again in zip(run.thetas[SAVED:], rest.thetas, strict=True):
+            assert np.array_equal(kept, again)
 
 
 @pytest.mark.parametrize("name", RULE_SPECS)
