@@ -2,8 +2,10 @@
 
 import os
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -303,6 +305,26 @@ def test_an_eager_replica_alone_is_nesterov_without_overlap_to_the_last_bit():
     assert alone("eager", tau=0) == alone("nesterov", tau=0)
     one, two = (np.frombuffer(alone(*how)[1], f32) for how in (("eager",), ("nesterov",)))
     assert np.array_equal(one, two)
+
+
+@pytest.mark.parametrize("name", ["nesterov", "delayed_nesterov", "rda", "eager", "ties"])
+def test_the_pieces_of_a_vector_change_no_bit(name):
+    rule, cohort = outer_rule(RULE_SPECS[name]), Cohort((0, 1), (1.0, 0.5))
+    ends = []
+    for most in (100, 7):
+        vectors = {
+            slot: torch.randn(30, generator=torch.Generator().manual_seed(9)) for slot in ("outer", *rule.slots)
+        }
+        deltas = torch.randn(2, 30, generator=torch.Generator().manual_seed(3))
+        fragment = FragmentState(vectors.__getitem__, {"matrix": Span((2, 10), 0), "vector": Span((10,), 20)})
+        average = Average(deltas[0] + 0.5 * deltas[1], 1.5, lambda deltas=deltas: iter(deltas))
+        with ExitStack() as stack:
+            for module in {type(rule).__module__, "diloco.outer.nesterov"}:
+                stack.enter_context(patch(f"{module}.elements_at_once", return_value=most))
+            rule.on_send(fragment, lambda deltas=deltas: deltas[0], Sync(0, 2, 8), cohort)
+            rule.on_average(fragment, average, Sync(0, 2, 8), cohort)
+        ends.append(vectors)
+    assert all(torch.equal(ends[0][slot], ends[1][slot]) for slot in ends[0])
 
 
 def test_rda_of_equal_vectors_is_their_mean_and_of_opposite_ones_0():
