@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from diloco.outer.digest import outer_digest
+from diloco.outer.step import outer_digest
 from diloco.wire import Codec, codec
 from diloco.wire.kernels.memory import empty
 from diloco.wire.payload import checksum

@@ -25,7 +25,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.rendezvous.replay import replayed
 from diloco.training.records.finished import evaluate_run
 from diloco.training.records.store_runs import initial_parameters

@@ -21,12 +21,12 @@ from unittest.mock import patch
 
 import torch
 
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.wire import CODECS, codec
 from diloco.wire.kernels.compiling import features, variants
 from diloco.wire.kernels.native import Native, compiled_library
 
-USERS = ("wire.blocks", "wire.floats", "wire.sparse", "outer.digest")
+USERS = ("wire.blocks", "wire.floats", "wire.sparse", "outer.step")
 
 
 def main() -> None:

@@ -22,12 +22,11 @@ import diloco
 from diloco.engine.parameters import FragmentParameters
 from diloco.outer.averages import Average, Gather
 from diloco.outer.cohort import Cohort
-from diloco.outer.digest import outer_digest
 from diloco.outer.merge import MergeRule, Mixing, Past
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState, OuterRule, Span
 from diloco.outer.rules import RULES, merge_rule, outer_rule
-from diloco.outer.step import take_outer_step
+from diloco.outer.step import outer_digest, take_outer_step
 from diloco.schedule import Sync
 from diloco.wire import Key, codec
 from diloco.wire.kernels.memory import empty

@@ -13,9 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.files import require
-from diloco.outer.digest import parameters_hash
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rules import rules_of
+from diloco.outer.step import parameters_hash
 from diloco.training.config.config import DilocoConfig
 from diloco.training.state import TrainState
 from diloco.training.world import World

@@ -11,7 +11,7 @@ from tests.rendezvous.handwritten import Handwritten
 from tests.servers import Server
 
 from diloco.cli.main import main
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 
 
 @pytest.fixture

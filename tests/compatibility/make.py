@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import diloco
 from diloco.cli.main import main
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.training.records.checkpoints import finished, remove
 
 RELEASE = "1.0"

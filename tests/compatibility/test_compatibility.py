@@ -11,7 +11,7 @@ from tests.compatibility.make import engine_of, hashes_of, key_in, model, take_s
 from tests.training.runs import lines, run, summary
 
 import diloco
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.rendezvous.replay import replayed
 from diloco.training.records.checkpoints import finished, read
 from diloco.training.records.runs import read_asked

@@ -13,7 +13,7 @@ from tests.wire.cases import SPARSE
 from torch import nn
 
 import diloco
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 
 DEFAULTS = [torch.float32, torch.bfloat16, torch.float64]
 

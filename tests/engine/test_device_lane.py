@@ -21,7 +21,7 @@ from torch import nn
 
 import diloco
 from diloco.exchange.transport import Channel
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.rendezvous.replay import replayed
 
 CASES = [

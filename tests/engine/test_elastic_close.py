@@ -18,7 +18,7 @@ from tests.engine.test_elastic_ends import cut_off
 from tests.rendezvous.replicas import H, P, Replica, new_model
 
 from diloco.errors import DisagreementError, ExchangeError, UserError
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.rendezvous.contract import News, Offer
 from diloco.rendezvous.log.entries import LogError
 from diloco.rendezvous.replay import Replay, replayed

@@ -19,7 +19,7 @@ from torch import nn
 import diloco
 from diloco.cli.main import main
 from diloco.errors import DilocoError, ExchangeError, UserError
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.rendezvous.contract import Offer
 from diloco.rendezvous.log.keys import write_key
 from diloco.rendezvous.replay import replayed

@@ -17,7 +17,7 @@ import diloco
 from diloco.engine.parameters import gathered, local
 from diloco.models.decoder_config import DecoderConfig
 from diloco.models.language_model import cross_entropy
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.schedule import Sync
 
 M = 2

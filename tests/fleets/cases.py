@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.training.runs import bodies, lines, summary
 
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.rendezvous.log.entries import Join, Leave
 from diloco.rendezvous.replay import replayed
 from diloco.training.records.store_runs import initial_parameters

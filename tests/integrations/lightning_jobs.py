@@ -15,7 +15,7 @@ from torch import nn
 
 import diloco
 from diloco.integrations.lightning import DiLoCoCallback
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 
 EPOCHS, KILLED_AT = 5, 11
 """The last checkpoint is then that of step 9, in which a fragment is in flight."""

@@ -13,7 +13,7 @@ from tests.processes import run_replicas
 from torch import nn
 
 import diloco
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 
 accelerate = pytest.importorskip("accelerate")
 pytestmark = pytest.mark.slow

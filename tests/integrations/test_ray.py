@@ -31,7 +31,7 @@ from diloco.experiments.runner.grid import make_job, run_grid
 from diloco.experiments.runner.machines import RayCluster
 from diloco.experiments.runner.rows import read_rows
 from diloco.fleets.launch import states
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.training.records.runs import LOCK_FILE
 
 pytestmark = pytest.mark.slow

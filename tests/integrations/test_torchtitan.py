@@ -16,7 +16,7 @@ from tests.processes import run_replicas
 
 import diloco
 from diloco.engine.parameters import gathered
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 
 pytestmark = pytest.mark.slow
 

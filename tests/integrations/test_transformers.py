@@ -30,7 +30,7 @@ from tests.running import EXAMPLES, losses, replicas_agree, run_example, run_sni
 
 import diloco
 from diloco.errors import CheckpointError, FileWriteError
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.publishing.versions import VERSION
 from diloco.training.processes import end_with_parent
 

@@ -20,11 +20,10 @@ import diloco
 from diloco.errors import UserError
 from diloco.outer.averages import Average
 from diloco.outer.cohort import Cohort
-from diloco.outer.digest import outer_digest
 from diloco.outer.merge import MERGE_RULES
-from diloco.outer.rda import RDA
 from diloco.outer.rule import FragmentState, Span
-from diloco.outer.rules import RULES, outer_rule, rule_of_facts
+from diloco.outer.rules import RDA, RULES, outer_rule, rule_of_facts
+from diloco.outer.step import outer_digest
 from diloco.rendezvous.replay import replayed
 from diloco.schedule import Sync
 

@@ -13,7 +13,7 @@ from tests.rendezvous.cases import AMOUNTS, header_of
 from torch import Tensor
 
 from diloco.files import sha256
-from diloco.outer.digest import outer_digest, parameters_hash
+from diloco.outer.step import outer_digest, parameters_hash
 from diloco.rendezvous.archive import INDEX, Index
 from diloco.rendezvous.log.entries import (
     FORMAT,

@@ -26,8 +26,8 @@ import diloco
 from diloco.cli.main import main
 from diloco.engine.elastic import ElasticMembership
 from diloco.errors import DisagreementError
-from diloco.outer.digest import parameters_hash
 from diloco.outer.nesterov import DelayedNesterov
+from diloco.outer.step import parameters_hash
 from diloco.rendezvous.log.entries import Leave
 from diloco.rendezvous.replay import replayed as checked
 from diloco.training.bridge import Bridge, ClosedRegion, Region, asked, num_shifts, run_bridge

@@ -8,7 +8,7 @@ from tests.processes import run_replicas
 from tests.training.cases import narrow, share_of, world_on_cpu
 
 from diloco.engine.parameters import gathered
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.training.config.config import OptimizerConfig, TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.records.checkpoints import Checkpoints

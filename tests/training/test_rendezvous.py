@@ -28,7 +28,7 @@ from tests.training.runs import (
 from diloco.cli.main import main
 from diloco.errors import DisagreementError, ExchangeError, Stopped, UserError
 from diloco.models.decoder_config import DecoderConfig
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.publishing.follower import Follower
 from diloco.rendezvous.log.entries import Join, Leave, Outer
 from diloco.rendezvous.log.log import Log, first_entry

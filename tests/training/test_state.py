@@ -16,7 +16,7 @@ from tests.processes import run_replicas
 from tests.training.cases import narrow, resolved, share_of, tokens_of, world_on_cpu
 
 from diloco.engine.parameters import gathered
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.schedule import Schedule
 from diloco.training.config.config import DilocoConfig, OptimizerConfig, TrainConfig
 from diloco.training.records.checkpoints import Checkpoints

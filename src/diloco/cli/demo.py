@@ -333,7 +333,7 @@ def _judge(url: str, directories: Sequence[Path], link: float, tell: _Narrator) 
     Raises:
         DilocoError: if a replica's Θ is another one.
     """
-    from diloco.outer.digest import parameters_hash
+    from diloco.outer.step import parameters_hash
     from diloco.rendezvous.replay import replayed
     from diloco.report.text import factor, long_duration, megabytes
     from diloco.schema import read_json

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from diloco.cli._command import choose
 from diloco.errors import DilocoError, FileError, UserError
 from diloco.files import expanded, reading
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.rendezvous.check import StoreCheck, check_store
 from diloco.rendezvous.log.log import is_store, open_run
 from diloco.rendezvous.replay import Initial, Replay

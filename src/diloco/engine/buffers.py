@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from diloco.engine.parameters import local
 from diloco.exchange.transport import Transport, agree, share, swap
-from diloco.outer.digest import outer_digest
+from diloco.outer.step import outer_digest
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

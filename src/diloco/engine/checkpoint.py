@@ -17,7 +17,7 @@ from diloco.engine.replica import Replica
 from diloco.engine.settings import Settings
 from diloco.errors import DisagreementError, FileError, UserError
 from diloco.exchange.transport import Transport, agree, share
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.schedule import Sync
 from diloco.schema import Count, Seconds, converted, without_format
 

@@ -25,9 +25,8 @@ from diloco.errors import DisagreementError, ExchangeError, UserError
 from diloco.exchange.transport import fail_together
 from diloco.outer.averages import decoded
 from diloco.outer.cohort import Cohort
-from diloco.outer.digest import outer_digest
 from diloco.outer.merge import MergeRule, Mixing, Translation
-from diloco.outer.step import OuterStep, merge_in_place
+from diloco.outer.step import OuterStep, merge_in_place, outer_digest
 from diloco.rendezvous.contract import (
     MOST_DECISIONS_PER_FRAGMENT,
     Content,

@@ -25,8 +25,7 @@ from diloco.exchange.process_group import Answers
 from diloco.exchange.transport import SAME_NUMBER_OF_STEPS, Channel, Tag, Transport, agree, fail_together
 from diloco.outer.averages import Average
 from diloco.outer.cohort import Cohort, amount_of
-from diloco.outer.digest import parameters_hash
-from diloco.outer.step import OuterStep
+from diloco.outer.step import OuterStep, parameters_hash
 from diloco.schedule import Due, Sync
 from diloco.wire import codec
 from diloco.wire.payload import Key, checksum

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.outer.digest import outer_digest
+from diloco.outer.step import outer_digest
 from diloco.wire.kernels.memory import empty, has_streams
 
 OUTER, ERROR = "outer", "error"

@@ -29,8 +29,8 @@ from diloco.exchange.group import TorchGroup
 from diloco.exchange.private_torch import dtensor_like, is_cut_again, timeout_seconds_of
 from diloco.exchange.transport import Group, OneProcess
 from diloco.fragments import Fragment, block_spans
-from diloco.outer.digest import outer_digest_there, parameters_hash
 from diloco.outer.rule import Span
+from diloco.outer.step import outer_digest_there, parameters_hash
 from diloco.wire.kernels.memory import empty
 
 if TYPE_CHECKING:  # they take a second to import, and most replicas are one process

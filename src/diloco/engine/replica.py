@@ -23,10 +23,17 @@ from diloco.errors import NonFiniteError, UserError
 from diloco.exchange.process_group import Answers
 from diloco.outer.averages import Average, Reduction
 from diloco.outer.cohort import Cohort
-from diloco.outer.digest import outer_digest_there
 from diloco.outer.merge import MergeRule, Mixing, Past
 from diloco.outer.rule import FragmentState
-from diloco.outer.step import SHIFT, OuterStep, Samples, merge_in_place, sampled, take_outer_step
+from diloco.outer.step import (
+    SHIFT,
+    OuterStep,
+    Samples,
+    merge_in_place,
+    outer_digest_there,
+    sampled,
+    take_outer_step,
+)
 from diloco.schedule import Sync
 from diloco.wire.kernels.memory import begin_to_host, empty
 from diloco.wire.payload import Codec, Key, Unsealed, non_finite

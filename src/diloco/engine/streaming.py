@@ -37,11 +37,10 @@ from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Abortable, Transport, fail_together
 from diloco.fragments import Fragment
 from diloco.outer.cohort import Weights
-from diloco.outer.digest import parameters_hash
 from diloco.outer.merge import MergeRule, Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import OuterRule
-from diloco.outer.step import OuterStep, cosine_of, products_of
+from diloco.outer.step import OuterStep, cosine_of, parameters_hash, products_of
 from diloco.rendezvous.contract import Rendezvous
 from diloco.schedule import Schedule, schedule_of
 from diloco.wire.kernels.memory import begin_to_host

@@ -12,7 +12,7 @@ from diloco.engine.streaming import StreamingDiLoCo, check_job, check_optimizers
 from diloco.errors import CheckpointError, CheckpointWriteError, UserError
 from diloco.exchange.transport import agree
 from diloco.files import requiring, writing
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 
 with requiring("transformers", extra="transformers"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

@@ -19,10 +19,9 @@ from torch import Tensor
 from diloco.errors import PayloadError, UserError
 from diloco.files import memory_bytes
 from diloco.outer.averages import reduction_of
-from diloco.outer.digest import outer_digest, parameters_hash
 from diloco.outer.rule import RULE, FragmentState, OuterRule, Span
 from diloco.outer.rules import rule_of_facts
-from diloco.outer.step import SHIFT
+from diloco.outer.step import SHIFT, outer_digest, parameters_hash
 from diloco.rendezvous.archive import INDEX, MOST_INDEX_BYTES, index_source, newest_state, open_index
 from diloco.rendezvous.contract import Content, Decision, Form, Payload
 from diloco.rendezvous.log.entries import Contribution, Create, LogError, Outer, Snapshot

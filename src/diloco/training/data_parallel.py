@@ -13,8 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.engine.parameters import gathered, local
-from diloco.outer.digest import parameters_hash
-from diloco.outer.step import OuterStep
+from diloco.outer.step import OuterStep, parameters_hash
 
 
 def ring_all_reduce_bytes(num_params: int, num_replicas: int) -> int:

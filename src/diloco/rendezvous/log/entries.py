@@ -27,7 +27,7 @@ MOST_ENTRY_BYTES = 1 << 23
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """SHA-256 in hexadecimal."""
 Checksum = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
-"""`diloco.outer.digest.outer_digest` of Θ_p in hexadecimal."""
+"""`diloco.outer.step.outer_digest` of Θ_p in hexadecimal."""
 Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 """An Ed25519 public key in hexadecimal; empty in a run without keys."""
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diloco.errors import FileError, UserError, setting
 from diloco.models.language_model import LanguageModel
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.rendezvous.replay import INITIAL, replayed
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.joined import check_text, config_of, facts_of, known

@@ -18,7 +18,7 @@ from diloco.evaluation.likelihoods import HeldOutLoss, held_out_loss, sequence_l
 from diloco.exchange.transport import share
 from diloco.files import write_atomically, write_json
 from diloco.models.language_model import LanguageModel
-from diloco.outer.digest import parameters_hash
+from diloco.outer.step import parameters_hash
 from diloco.schema import Count, Seconds
 from diloco.training.config.config import TrainConfig, to_json
 from diloco.training.data_parallel import ring_all_reduce_bytes
