@@ -1,4 +1,4 @@
-"""The outer step, in which Θ_p changes, and its merge into θ_{m,p}; its record: times, norms, cosines; digests of Θ.
+"""The outer step, in which Θ_p changes, and its merge into θ_{m,p}; its record; digests of Θ.
 
 On a CPU native.c makes both in one pass for Nesterov and mixing; otherwise the two rules change Θ_p and θ_{m,p}.
 
