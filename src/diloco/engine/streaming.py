@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from diloco.auto import warning_of_frequent
 from diloco.engine.checkpoint import FORMAT
 from diloco.engine.fixed import FixedMembership
 from diloco.engine.hooks import Attachment, ModelLoads, check_trains, trained_by
@@ -39,6 +38,7 @@ from diloco.outer.merge import MergeRule, Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import OuterRule
 from diloco.outer.step import OuterStep, cosine_of, outer_digest, parameters_hash, products_of
+from diloco.presets import warning_of_frequent
 from diloco.rendezvous.contract import Rendezvous
 from diloco.schedule import Schedule, schedule_of
 from diloco.wire.kernels.memory import begin_to_host
