@@ -50,11 +50,11 @@ class DilocoSettings(Timing):
         """Refuse outer and merge rules with which nothing is trained together; the engine checks the rest."""
         rate, momentum = self.outer_learning_rate, self.outer_momentum
         if rate is not None and not 0 < rate < math.inf:
-            raise _out_of_range("outer_learning_rate", "above 0 and finite", rate)
+            raise out_of_range("diloco.outer_learning_rate", "above 0 and finite", rate)
         if momentum is not None and not 0 <= momentum < 1:
-            raise _out_of_range("outer_momentum", "at least 0 and below 1", momentum)
+            raise out_of_range("diloco.outer_momentum", "at least 0 and below 1", momentum)
         if self.mixing is not None and not 0 <= self.mixing < 1:
-            raise _out_of_range("mixing", "at least 0 and below 1", self.mixing)
+            raise out_of_range("diloco.mixing", "at least 0 and below 1", self.mixing)
         _ = self.outer_rule, self.merge_rule
 
     @property
@@ -98,8 +98,9 @@ class DilocoSettings(Timing):
         return replace(self, **{name: value for name, value in own.items() if getattr(self, name) is None})
 
 
-def _out_of_range(name: str, bounds: str, value: float) -> UserError:
-    return UserError(f"diloco.{name} must be {bounds}, not {value}", f"diloco.{name}")
+def out_of_range(name: str, bounds: str, value: Any) -> UserError:
+    """The refusal of a setting's value."""
+    return UserError(f"{name} must be {bounds}, not {value}", name)
 
 
 @dataclass(frozen=True, kw_only=True)

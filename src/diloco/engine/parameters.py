@@ -6,7 +6,7 @@ one of n chunks along its first dimension. So the parts of all processes are the
 Process i of a replica exchanges its parts with process i of the others, and a merge ends with an all-gather among
 the n. For a replica of one process, the functions at the end return its plain tensors.
 
-Shapes: N elements of one fragment of which this process has the part.
+Shapes: N elements of one fragment of which this process has the part, K sampled ones.
 """
 
 import math

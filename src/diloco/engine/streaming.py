@@ -1,6 +1,6 @@
 """StreamingDiLoCo: Algorithm 1 of arXiv 2501.18512 around a torch model and an inner optimizer.
 
-Shapes: N elements of one fragment.
+Shapes: N elements of one fragment, B of all buffers.
 """
 
 import atexit

@@ -145,7 +145,6 @@ class Program:
     """Address of the Ray cluster."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no single program."""
         words = self.words
         if not words or {"&", "&&", "|", "||", ";"} & {*words} or any(word.endswith(";") for word in words):
             raise UserError(
@@ -215,7 +214,6 @@ class Fleet:
     """The machines by kind."""
 
     def __post_init__(self) -> None:
-        """Refuse a fleet that can't work."""
         names = [kind.name for kind in self.machines]
         if not names:
             raise UserError("the fleet has no machines", "machines")

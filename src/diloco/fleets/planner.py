@@ -74,7 +74,6 @@ class FleetTask:
     """Fewest outer steps of a fragment."""
 
     def __post_init__(self) -> None:
-        """Refuse limits out of range."""
         for name in ("budget_dollars", "deadline_hours"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} must be above 0, not {getattr(self, name)}", name)

@@ -117,10 +117,8 @@ class Delivery:
             self._snapshots.pop(body.fragment, None)
         state = self._access.state
         with_snapshot = author == self._access.own and state.rules.is_kept(body.round - 1)
-        return Decision.of(
-            ref,
-            state,
-            whole,
+        return replace(
+            Decision.of(ref, state, whole),
             num_shifts=entry.num_shifts,
             oldest_base=entry.oldest_base,
             own_seq=own_seq,

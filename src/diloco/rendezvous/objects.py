@@ -84,7 +84,6 @@ class Header(Claim):
     """For each share the SHA-256 of its payload."""
 
     def __post_init__(self) -> None:
-        """Refuse lists of different lengths, and a norm that no entry may hold."""
         if len(self.norms) != len(self.sha256):
             raise ValueError(f"{len(self.norms)} norms and {len(self.sha256)} digests")
         if self.norm > MOST_NORM:

@@ -9,7 +9,7 @@ Shapes: N elements of one fragment.
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -392,7 +392,7 @@ class Replay:
                 self.checked.retired += len(ref.body.contributions)
             else:
                 self.checked.averages += len(content.averages)
-                decision = Decision.of(ref, self.state, content, num_shifts=num_shifts[ref.number])
+                decision = replace(Decision.of(ref, self.state, content), num_shifts=num_shifts[ref.number])
                 self._check_round(decision, content)
                 await self._check_snapshot(ref.body.fragment)
         self._check_end()

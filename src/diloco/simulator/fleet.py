@@ -63,7 +63,6 @@ class Machines:
     """False behind a NAT, where machines meet in a store alone."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of range."""
         positive = ("count", "up_mbit_s", "down_mbit_s", "hours_between_failures", "memory_gib")
         others = ("latency_seconds", "repair_seconds", "notice_seconds", "dollars_per_hour", "dollars_per_gb_up")
         for name in (*positive, *others):

@@ -76,7 +76,6 @@ class IdealizedRun:
     """b₁, bits of an outer gradient on the network."""
 
     def __post_init__(self) -> None:
-        """Refuse contradictions."""
         names = ("num_params", "num_tokens", "batch_tokens", "num_chips", "flops_per_chip")
         for name in (*names, "inner_bits_per_param", "outer_bits_per_param"):
             if not 0 < getattr(self, name) < math.inf:

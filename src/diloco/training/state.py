@@ -205,7 +205,6 @@ class TrainState:
     """The part of `seconds` in which a process of this replica waited for other replicas."""
 
     def __post_init__(self) -> None:
-        """Ask how far the run is."""
         self.took(self.step)
 
     @property
