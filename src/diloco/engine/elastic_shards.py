@@ -12,13 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from diloco.engine.elastic import (
-    ElasticMembership,
-    accepted_of,
-    refusal_to_reset,
-    refuse_if_sent,
-    vectors_of,
-)
+from diloco.engine.elastic import ElasticMembership, accepted_of, refusal_to_reset, refuse_if_sent, vectors_of
 from diloco.engine.outer_state import ERROR, OUTER, OuterState
 from diloco.engine.parameters import FragmentParameters, Masters, is_sharded, joined, local, place_of
 from diloco.engine.replica import Membership, Replica, outer_state

@@ -228,11 +228,7 @@ class Record:
 
 
 _SAMPLED = 1 << 14
-
-
 _NO_WAIT_SECONDS = 1e-3
-
-
 _NO_WAIT_SHARE = 0.05  # of an exchange's time: less may be the scheduler's delay, not the network's
 
 

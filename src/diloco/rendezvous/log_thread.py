@@ -15,13 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from diloco.errors import DilocoError, ExchangeError
 from diloco.rendezvous.archive import SnapshotQueue, write_index
-from diloco.rendezvous.contract import (
-    MOST_DECISIONS_PER_FRAGMENT,
-    Content,
-    Decision,
-    Form,
-    StoredSnapshot,
-)
+from diloco.rendezvous.contract import MOST_DECISIONS_PER_FRAGMENT, Content, Decision, Form, StoredSnapshot
 from diloco.rendezvous.deciding import Decider, Pace
 from diloco.rendezvous.log.entries import Body, Close, Entry, Leave, LogError, Outer, Snapshot
 from diloco.rendezvous.log.keys import Signer

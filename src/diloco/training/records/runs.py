@@ -40,11 +40,7 @@ from diloco.training.records.summary import OUTER_FILE, SUMMARY_FILE
 from diloco.training.world import World
 
 CONFIG_FILE = "config.json"
-
-
 DATA_FILE = "data.json"
-
-
 _MOST_BYTES = 1 << 20
 """Size of the largest file that is read: no config takes as much."""
 
@@ -339,8 +335,6 @@ _LOG = logging.getLogger("diloco")
 LOCK_FILE = "running"
 """The file that is locked. A line names the process that has locked it, and after an end before the run's how that
 came; another says how to go on."""
-
-
 _MOST_ATTEMPTS = 100
 _SECONDS_OF_A_LOOK = 0.2
 """Longer than `lock_of` holds the lock."""
