@@ -22,9 +22,9 @@ from diloco.outer.averages import reduction_of
 from diloco.outer.rule import RULE, FragmentState, OuterRule, Span
 from diloco.outer.rules import rule_of_facts
 from diloco.outer.step import SHIFT, outer_digest, parameters_hash
-from diloco.rendezvous.archive import INDEX, MOST_INDEX_BYTES, index_source, newest_state, open_index
 from diloco.rendezvous.contract import Content, Decision, Form, Payload
 from diloco.rendezvous.log.entries import Contribution, Create, LogError, Outer, Snapshot
+from diloco.rendezvous.log.index import INDEX, MOST_INDEX_BYTES, index_source, newest_state, open_index
 from diloco.rendezvous.log.log import Log, first_entry, is_entry, open_run, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState, SnapshotRef
 from diloco.rendezvous.objects import (

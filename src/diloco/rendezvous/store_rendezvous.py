@@ -18,11 +18,11 @@ from torch import Tensor
 
 from diloco.errors import DilocoError, DisagreementError, ExchangeError, UserError
 from diloco.exchange.transport import wait_for_all
-from diloco.rendezvous.archive import newest_state
 from diloco.rendezvous.check import assert_sound
 from diloco.rendezvous.contract import Decision, Form, Joined, News, NoDecisionError, Offer, StoredSnapshot
 from diloco.rendezvous.deciding import Pace
 from diloco.rendezvous.log.entries import FORMAT, MOST_SHARES, Create, Join, Leave, LogError, Rules
+from diloco.rendezvous.log.index import newest_state
 from diloco.rendezvous.log.keys import VARIABLE, Signer, signer_of_environment
 from diloco.rendezvous.log.log import ENTRY, Log, begun, sealed_entry, source_of, stored_entry
 from diloco.rendezvous.log.run import MOST_TOKENS, OuterRef, RunState
