@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from diloco.errors import FileError, UserError
 from diloco.rendezvous.log.entries import Quorum, Rules
 from diloco.rendezvous.prices import Prices, Traffic, longest_poll
+from diloco.schedule import Schedule
 from diloco.schema import converted, read_bytes
 from diloco.simulator.description import Stragglers
 from diloco.simulator.wall_clock import step_seconds as seconds_of_step
@@ -130,12 +131,7 @@ class FleetRun:
         for name in (*positive, "bits_per_value", "checkpoint_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"{name} must be above 0 and finite, not {getattr(self, name)}", name)
-        if not 0 <= self.overlap_steps < self.sync_every:
-            raise UserError(
-                f"overlap_steps={self.overlap_steps} must be at least 0 and below sync_every={self.sync_every}",
-                "overlap_steps",
-                "sync_every",
-            )
+        Schedule(num_fragments=1, sync_every=self.sync_every, overlap_steps=self.overlap_steps)  # refuses others
         for name in ("patience", "max_stale"):
             if (getattr(self, name) or 0) < 0:
                 raise UserError(f"{name} must be at least 0, not {getattr(self, name)}", name)
