@@ -53,7 +53,7 @@ from diloco.data.shards import (
     write_record,
 )
 from diloco.data.tokenizers import FILES, Tokenizer, is_file, load_tokenizer, tokenizer_file, train_bpe
-from diloco.errors import UserError
+from diloco.errors import UserError, listed
 from diloco.files import expanded, sha256, write_atomically
 
 SHARD_TOKENS = 2**26
@@ -153,12 +153,8 @@ def _name_what_is_left_out(config: DataConfig) -> None:
         if names := left_out(source):
             _LOG.warning(
                 "%s of the files in %s are left out, since they have none of the suffixes %s: %s",
-                *(len(names), source, ", ".join(SUFFIXES), _listed(names)),
+                *(len(names), source, ", ".join(SUFFIXES), listed(names)),
             )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join([*names[:8], *(["…"] if len(names) > 8 else [])])
 
 
 def _settings(config: DataConfig, shard_tokens: int) -> PreparationSettings:
@@ -282,7 +278,7 @@ def _pack(
                 fraction = _fraction(config, counts["train"].num_bytes, read_bytes, sizes)
                 report(PrepareProgress(stage="packing", fraction=fraction, **asdict(total(counts.values()))))
     if skipped:
-        names = _listed([*skipped])
+        names = listed([*skipped])
         _LOG.warning("%s rows whose %s is null are left out of %s", skipped.total(), config.text_field, names)
     for split, writer in writers.items():
         writer.close()

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from diloco.engine.outer_state import OUTER
 from diloco.engine.replica import Replica
-from diloco.errors import UserError
+from diloco.errors import UserError, listed
 
 
 class Attachment:
@@ -193,21 +193,17 @@ def check_trains(optimizers: Sequence[object], own: Mapping[str, Tensor]) -> Non
     outside = [(name, each) for name, each in held if id(each) not in ids and each.requires_grad]
     if outside and not any(id(each) in ids for _, each in held):
         raise UserError(
-            f"the optimizer trains none of the parameters that the engine exchanges ({_listed([*own])}): build "
+            f"the optimizer trains none of the parameters that the engine exchanges ({listed([*own], 4)}): build "
             "both on one model, or, where the optimizer trains copies, give these to the engine as masters=",
             "optimizer",
         )
     if outside:
-        named = _listed([name or f"1 of shape {tuple(parameter.shape)}" for name, parameter in outside])
+        named = listed([name or f"1 of shape {tuple(parameter.shape)}" for name, parameter in outside], 4)
         warnings.warn(
             f"the optimizer also trains {named}, outside of the engine's model: that is never exchanged, and "
             "differs between replicas; build the engine on one module that holds all that is trained",
             stacklevel=4,
         )
-
-
-def _listed(names: Sequence[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _takes_hooks(optimizer: object) -> bool:

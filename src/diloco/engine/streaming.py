@@ -28,7 +28,7 @@ from diloco.engine.outer_state import OUTER
 from diloco.engine.parameters import FragmentParameters, Masters, gathered, is_sharded, local
 from diloco.engine.replica import Membership, Replica, device_lane, outer_state
 from diloco.engine.settings import Settings, check_exchange, check_model, check_type, settings_of
-from diloco.errors import DilocoError, ExchangeError, UserError
+from diloco.errors import DilocoError, ExchangeError, UserError, listed
 from diloco.exchange.private_torch import changes_of
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Abortable, Transport, agree, fail_together, share, swap
@@ -121,9 +121,8 @@ class Buffers:
     def warn(self, remedy: str) -> None:
         """Name those that training has changed; the warning points to the caller of `step`."""
         if names := self.changed():
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             warnings.warn(
-                f"training changes buffers, which are not exchanged: {', '.join(names[:3])}{more} stay each "
+                f"training changes buffers, which are not exchanged: {listed(names, 3)} stay each "
                 f"replica's own, and the outer parameters are evaluated with them: {remedy}",
                 stacklevel=4,
             )

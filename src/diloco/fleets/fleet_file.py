@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import msgspec
 
 from diloco.errors import UserError
-from diloco.schema import Name, converted
-from diloco.simulator.fleet import FleetRun, Machines, fleet_values
+from diloco.schema import Name, converted, read_toml
+from diloco.simulator.fleet import FleetRun, Machines
 
 Table = Mapping[str, Any]
 
@@ -298,7 +298,7 @@ def read_launch(path: Path) -> Fleet:
     Raises:
         FileError: if it is no such file, naming what is wrong.
     """
-    values = fleet_values(path)
+    values = read_toml(path)
     if "launch" not in values:
         raise UserError(f"{path} says how fast machines are, and not what they run: add [launch] with command = …")
     kinds = values.get("machines")

@@ -29,7 +29,7 @@ from diloco.rendezvous.log.run import MOST_TOKENS, OuterRef, RunState
 from diloco.rendezvous.log_thread import Background, LogThread
 from diloco.rendezvous.objects import Objects
 from diloco.rendezvous.store import Store
-from diloco.schema import checked_name, json_facts
+from diloco.schema import checked_name, json_facts, shown
 
 _LOG = logging.getLogger("diloco")
 _T = TypeVar("_T")
@@ -616,8 +616,8 @@ def _compare(body: Create, wish: Wish) -> None:
     for name in dict.fromkeys((*mine, *body.facts)):
         if name not in mine or name not in body.facts or mine[name] != body.facts[name]:
             raise DisagreementError(
-                f"this replica differs from the run in {name}: the run has {_short(body.facts.get(name))}, and "
-                f"this replica {_short(mine.get(name))}; start it with the run's settings, or in another place",
+                f"this replica differs from the run in {name}: the run has {shown(body.facts.get(name))}, and "
+                f"this replica {shown(mine.get(name))}; start it with the run's settings, or in another place",
                 name,
             )
     for field in fields(Rules):
@@ -667,8 +667,3 @@ _MOST_TRIES = 10
 def outer_entries_to_replay(state: RunState) -> tuple[OuterRef, ...]:
     """The outer entries after each fragment's newest snapshot, in the log's order."""
     return tuple(ref for ref in state.since if not state.has_snapshot(ref.body.fragment, ref.body.round))
-
-
-def _short(value: object, most: int = 200) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= most else f"{text[:most]}…"
