@@ -387,7 +387,7 @@ def test_in_a_store_the_replay_gives_the_outer_parameters_of_all_replicas(name, 
 
 def test_in_a_store_the_momentum_restarts_where_by_half_others_are_active(tmp_path, monkeypatch):
     """One replica, two, three, four: of each fragment the first round with two restarts it, and that with four."""
-    monkeypatch.setattr("diloco.rendezvous.archive.retirable", lambda state, names: [])  # the replay reads all
+    monkeypatch.setattr("diloco.rendezvous.log.index.retirable", lambda state, names: [])  # the replay reads all
     rules = {"outer": "nesterov:restart_with_members=true", "snapshot_rounds": 2}
     replicas = []
     for name in "abcd":

@@ -57,7 +57,6 @@ class Nesterov(OuterRule):
     slots = ("velocity",)
 
     def __post_init__(self) -> None:
-        """Refuse an lr or a momentum that is no number, or out of range."""
         for name in ("lr", "momentum"):
             if not isinstance(number := getattr(self, name), (Real, Tensor)):
                 raise UserError(f"{name}={number!r} must be a number", name)
@@ -132,7 +131,6 @@ class DelayedNesterov(Nesterov):
     slots = ("velocity", "buffer")
 
     def __post_init__(self) -> None:
-        """Refuse a delay and an activation that are out of range."""
         super().__post_init__()
         if self.delay < 1:
             raise UserError(f"delay={self.delay} must be at least 1", "delay")

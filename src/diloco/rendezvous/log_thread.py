@@ -7,27 +7,23 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from torch import Tensor
+
 from diloco.errors import DilocoError, ExchangeError
-from diloco.rendezvous.archive import SnapshotQueue, write_index
-from diloco.rendezvous.contract import (
-    MOST_DECISIONS_PER_FRAGMENT,
-    Content,
-    Decision,
-    Form,
-    StoredSnapshot,
-)
+from diloco.rendezvous.contract import MOST_DECISIONS_PER_FRAGMENT, Content, Decision, Form, StoredSnapshot
 from diloco.rendezvous.deciding import Decider, Pace
 from diloco.rendezvous.log.entries import Body, Close, Entry, Leave, LogError, Outer, Snapshot
+from diloco.rendezvous.log.index import write_index
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import FOR_EVER, Log, LostEntryError, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState
-from diloco.rendezvous.objects import Objects
+from diloco.rendezvous.objects import Objects, seal_snapshot, snapshot_name
 from diloco.rendezvous.payloads import Access, Averager, Inbox, Outbox
 from diloco.rendezvous.prices import longest_poll
 from diloco.rendezvous.store import Store
@@ -117,10 +113,8 @@ class Delivery:
             self._snapshots.pop(body.fragment, None)
         state = self._access.state
         with_snapshot = author == self._access.own and state.rules.is_kept(body.round - 1)
-        return Decision.of(
-            ref,
-            state,
-            whole,
+        return replace(
+            Decision.of(ref, state, whole),
             num_shifts=entry.num_shifts,
             oldest_base=entry.oldest_base,
             own_seq=own_seq,
@@ -234,6 +228,39 @@ class Background:
         for future in [*self._awaited]:  # of work that came too late, or needs longer to end
             future.cancel()
         self._loop.close()
+
+
+class SnapshotQueue:
+    """The snapshots that a replica uploads one after another, of each fragment the newest that waits.
+
+    Args:
+        store: where they go.
+        log: the run's.
+    """
+
+    def __init__(self, store: Store, log: Log) -> None:
+        self._store, self._log = store, log
+        self._waiting: dict[int, tuple[int, Mapping[str, Tensor]]] = {}
+        self._has_more = asyncio.Event()
+
+    def put(self, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> None:
+        """Take a fragment's vectors after a round; called in the loop."""
+        self._waiting[fragment] = last_round, vectors
+        self._has_more.set()
+
+    async def run(self, append: Callable[[Snapshot], None]) -> None:
+        """Upload snapshots as they come, and append an entry for each, until cancelled."""
+        while True:
+            await self._has_more.wait()
+            fragment = next(iter(self._waiting))
+            last_round, vectors = self._waiting.pop(fragment)
+            if not self._waiting:
+                self._has_more.clear()
+            buffers, digest = await asyncio.to_thread(seal_snapshot, vectors)
+            name = snapshot_name(fragment, last_round, digest)
+            await self._store.create(name, buffers, patience_seconds=FOR_EVER)
+            await self._log.check_mounted()
+            append(Snapshot(fragment=fragment, round=last_round, sha256=digest))
 
 
 class LogThread:
