@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -371,6 +373,23 @@ def test_in_a_loop_the_loops_version_is_loaded(place: str) -> None:
             assert follower.load_into(model) == version and same_bits(model, state)
             break
         assert follower.load_into(model) != version and same_bits(model, changed(state, 1))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_is_told_that_it_has_no_thread(place: str, tmp_path: Path) -> None:
+    with diloco.Publisher(place) as publisher, diloco.Follower(place) as follower:
+        publisher.publish(Tied(), step=1)
+        if not (child := os.fork()):
+            signal.alarm(20)
+            try:
+                follower.update()
+            except UserError as error:
+                (tmp_path / "error").write_text(str(error))
+            os._exit(0)
+        os.waitpid(child, 0)
+        error = (tmp_path / "error").read_text()
+        assert f"forked from process {os.getpid()}, which alone has the thread 'diloco follower'" in error
+        assert follower.update() is not None, "the child has taken nothing from this process"
 
 
 def test_two_threads_may_use_one_follower(place: str) -> None:
