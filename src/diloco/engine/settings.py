@@ -458,8 +458,8 @@ def check_model(model: nn.Module, exchange: Transport | None) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise UserError(
-                f"{name} has no shape yet, since its lazy module has seen no input: call the model once on a batch, "
-                "then build the optimizer and the engine",
+                f"{name} has no shape yet, since its lazy module has seen no input: call the model once on a "
+                "batch, then build the optimizer and the engine",
                 "model",
             )
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
