@@ -30,8 +30,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
+from tests import forks
 from tests.memory import backgrounds
-from tests.processes import SAMPLES, share_server
+from tests.processes import SAMPLES, find_server, share_server
 from tests.servers import azurite as azurite
 from tests.servers import directory as directory
 from tests.servers import hugging_face as hugging_face
@@ -80,7 +81,11 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if config.getoption("numprocesses", None):
+        forks.fork_pythons()  # the server and the test processes find imported what this process has imported
         share_server()
+    else:
+        forks.start_pythons()
+        find_server()
     is_quick = config.getoption("markexpr") == "not slow"
     settings.load_profile("quick" if is_quick else "all")
     if num_examples := config.getoption("hostile_examples"):

@@ -103,8 +103,13 @@ def use_server(address: str) -> None:
     forkserver.connect_to_new_process = forkserver._forkserver.connect_to_new_process
 
 
-if address := os.environ.pop(_SERVER, None):
-    use_server(address)
+def find_server() -> None:
+    """Use the server that the process that started this one shares, if it does."""
+    if address := os.environ.pop(_SERVER, None):
+        use_server(address)
+
+
+find_server()
 
 
 @functools.cache
