@@ -30,7 +30,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
-from tests import forks
 from tests.memory import backgrounds
 from tests.processes import SAMPLES, find_server, share_server
 from tests.servers import azurite as azurite
@@ -45,7 +44,6 @@ from tests.training.runs import BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT, run
 
 from diloco.training.processes import num_cores
 
-# The shapes and types that the mathematics is annotated with are checked at every call.
 CHECKED = [
     "diloco.outer.merge",
     "diloco.outer.nesterov",
@@ -56,7 +54,7 @@ CHECKED = [
     "diloco.models.decoder",
     "diloco.models.language_model",
 ]
-install_import_hook(CHECKED, "beartype.beartype")
+"""Where shapes and types of the mathematics are checked at every call, in the test processes."""
 
 # No test survives a power failure, and a busy computer takes long to write to its disk.
 os.fsync = lambda descriptor: None
@@ -81,11 +79,10 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if config.getoption("numprocesses", None):
-        forks.fork_pythons()  # the server and the test processes find imported what this process has imported
         share_server()
     else:
-        forks.start_pythons()
         find_server()
+        install_import_hook(CHECKED, "beartype.beartype")
     is_quick = config.getoption("markexpr") == "not slow"
     settings.load_profile("quick" if is_quick else "all")
     if num_examples := config.getoption("hostile_examples"):
