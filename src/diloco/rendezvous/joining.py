@@ -103,12 +103,22 @@ async def _read_on(log: Log, own: int) -> None:
         log.state.check_goes_on(own, entry)
 
 
-async def withdraw(log: Log, own: int) -> None:
-    """Leave again, before a first step."""
+async def withdraw(log: Log, own: int, *, unless_complete: bool = False) -> bool:
+    """Leave again, before a first step; True if this replica has left, or another has its place.
+
+    Args:
+        log: of the run.
+        own: this replica.
+        unless_complete: stay where the run may begin: a companion whose join stands in the log before this
+            replica's farewell counts on it.
+    """
     while not (log.state.members[own].left or log.state.members[own].fenced):
+        if unless_complete and log.state.is_complete:
+            return False
         _, is_own = await log.append(Leave(finished=False), author=own)
         if not is_own:
             await log.read_all(at_once=1)
+    return True
 
 
 async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
