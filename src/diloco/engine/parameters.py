@@ -212,8 +212,12 @@ class FragmentParameters:
 
     @contextmanager
     def merging(self, fragment: int, step: int) -> Iterator[list[Tensor]]:
-        """θ_p, to be changed in place by a merge after an inner step; the model has the new values at the end."""
-        reshard(self._model)
+        """θ_p, to be changed in place by a merge after an inner step; the model has the new values at the end.
+
+        Raises:
+            UserError: naming a parameter that the model does not have any more.
+        """
+        self._check_in_model(fragment, where=f"step {step}: ")
         parameters, before_K = self._by_fragment[fragment], sample(self.shards(fragment))
         shards = self._theta_shards(fragment)
         yield self._parts_of(fragment, shards)
@@ -317,7 +321,12 @@ class FragmentParameters:
 
     @contextmanager
     def replaced_by(self, others: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give the parameters other values, by name, and put their own back at the end."""
+        """Give the parameters other values, by name, and put their own back at the end.
+
+        Raises:
+            UserError: naming a parameter that the model does not have, at the beginning or at the end.
+        """
+        self._check_all_in_model()
         shards = [local(parameter) for part in self._by_fragment for parameter in part.values()]
         own = [(shard, shard.clone()) for shard in shards]
         try:
@@ -327,9 +336,15 @@ class FragmentParameters:
             for shard, kept in own:
                 shard.copy_(kept)
             reshard(self._model)
+        self._check_all_in_model()
 
     def set(self, others: Mapping[str, Tensor]) -> None:
-        """Give the parameters other values, by name."""
+        """Give the parameters other values, by name.
+
+        Raises:
+            UserError: naming a parameter that the model does not have any more.
+        """
+        self._check_all_in_model()
         for part in self._by_fragment:
             for name, parameter in part.items():
                 local(parameter).copy_(local(others[name]))
@@ -350,17 +365,27 @@ class FragmentParameters:
                     "between the replicas: cut them, and build the engine, after that"
                 )
         for fragment in fragments:
+            self._check_in_model(fragment)
             for name, parameter in self._by_fragment[fragment].items():
-                if self._in_model(name) is not parameter:
-                    raise UserError(
-                        f"parameter {name} was replaced after the engine was built, as "
-                        "load_state_dict(assign=True), tying, and fully_shard do: build the engine last"
-                    )
                 if (now := (parameter.dtype, parameter.device)) != (then := self._kinds[name]):
                     raise UserError(
                         f"parameter {name} was {then[0]} on {then[1]} when the engine was built, and is {now[0]} "
                         f"on {now[1]}, as model.double() and model.to(...) do: build the engine after that"
                     )
+
+    def _check_in_model(self, fragment: int, *, where: str = "") -> None:
+        """Refuse a model that has other parameters in the place of a fragment's, which no merge would reach."""
+        reshard(self._model)
+        for name, parameter in self._by_fragment[fragment].items():
+            if self._in_model(name) is not parameter:
+                raise UserError(
+                    f"{where}parameter {name} was replaced after the engine was built, as "
+                    "load_state_dict(assign=True), tying, and fully_shard do: build the engine last"
+                )
+
+    def _check_all_in_model(self) -> None:
+        for fragment in range(len(self._by_fragment)):
+            self._check_in_model(fragment)
 
     def check_copies(self, fragments: Iterable[int]) -> None:
         """Refuse shards that differ between processes that hold the same; all of the replica must call it.

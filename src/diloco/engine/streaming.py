@@ -7,6 +7,7 @@ import atexit
 import logging
 import math
 import operator
+import os
 import sys
 import time
 import warnings
@@ -630,6 +631,15 @@ def _end_with_the_program() -> None:
         if engine._is_watched and getattr(sys, "last_value", None) is None:
             engine._warn_of_the_end()
         engine._is_watched = False
+
+
+def _end_without_a_word() -> None:
+    """Leave the engines to the process from which this one was forked."""
+    for engine in _WATCHED:
+        engine._is_watched = False
+
+
+os.register_at_fork(after_in_child=_end_without_a_word)
 
 
 def see_to_its_end(engine: StreamingDiLoCo) -> None:

@@ -4,6 +4,7 @@ All of it runs in one asyncio loop. The training thread sets plain values here, 
 """
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from diloco.errors import DilocoError, ExchangeError
+from diloco.errors import DilocoError, ExchangeError, UserError
 from diloco.rendezvous.contract import MOST_DECISIONS_PER_FRAGMENT, Content, Decision, Form, StoredSnapshot
 from diloco.rendezvous.deciding import Decider, Pace
 from diloco.rendezvous.log.entries import Body, Close, Entry, Leave, LogError, Outer, Snapshot
@@ -159,7 +160,11 @@ _T = TypeVar("_T")
 
 
 class Background:
-    """A loop that runs from `start` to `stop`."""
+    """A loop that runs from `start` to `stop`, in the process that started it; what forks from that has none.
+
+    Raises:
+        UserError: by what is asked of it in a fork, where nobody would do it.
+    """
 
     def __init__(self, name: str) -> None:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -170,15 +175,27 @@ class Background:
 
     def start(self) -> None:
         """Start the thread."""
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._process = asyncio.new_event_loop(), os.getpid()
         self._thread.start()
+
+    def _check_process(self, work: "Coroutine[Any, Any, Any] | None" = None) -> None:
+        if self._process == os.getpid():
+            return
+        if work is not None:
+            work.close()  # else Python warns that nobody awaits it
+        raise UserError(
+            f"this process was forked from process {self._process}, which alone has the thread "
+            f"{self._thread.name!r}: make a Follower, Publisher or StoreRendezvous in the process that uses it"
+        )
 
     def run(self, work: "Coroutine[Any, Any, Any]") -> None:
         """Start work that goes on until it ends or the loop does."""
+        self._check_process(work)
         self._work.append(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def call(self, function: "Callable[..., object]", *arguments: object) -> None:
         """Call a function in the loop, soon."""
+        self._check_process()
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def wait(self, work: "Coroutine[Any, Any, _T]", seconds: float, name: str) -> _T:
@@ -192,6 +209,7 @@ class Background:
         Raises:
             ExchangeError: if there is no result within that time.
         """
+        self._check_process(work)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._awaited.add(future)
         if self._is_over:

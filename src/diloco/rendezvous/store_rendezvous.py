@@ -212,13 +212,7 @@ class StoreRendezvous:
         try:
             log, own = self._wait(join(store, self._signer, wish))
             with _withdrawing(background, log, own):
-                wait_for_all(
-                    lambda: self._wait(missing(log, own)),
-                    begin=time.monotonic(),
-                    seconds=seconds,
-                    where=f" at {self._url}",
-                    remedy="start the others, each with a name of its own",
-                )
+                self._wait_for_companions(log, own)
                 form = form.cut(log.state.rules.num_shares)
                 objects = Objects(store=store, form=form, run=log.state.run, patience_seconds=seconds)
                 snapshots = self._wait(newest_snapshots(objects, log, own))
@@ -243,6 +237,27 @@ class StoreRendezvous:
             form=form,
             num_decisions=len(replay),
         )
+
+    def _wait_for_companions(self, log: Log, own: int) -> None:
+        """Wait until so many replicas are present that the run may begin.
+
+        Raises:
+            ExchangeError: naming how many are missing, if too few join in time; then this replica has left.
+        """
+        try:
+            wait_for_all(
+                lambda: self._wait(missing(log, own)),
+                begin=time.monotonic(),
+                seconds=self._timeout_seconds,
+                where=f" at {self._url}",
+                remedy="start the others, each with a name of its own",
+            )
+        except ExchangeError:
+            with suppress(DilocoError):
+                farewell = withdraw(log, own, unless_complete=True)
+                if not self._background.wait(farewell, _SECONDS_TO_WITHDRAW, "the store"):
+                    return
+            raise
 
     def _pace(self, sync_every: int) -> Pace:
         return Pace(
@@ -581,12 +596,22 @@ async def _read_on(log: Log, own: int) -> None:
         log.state.check_goes_on(own, entry)
 
 
-async def withdraw(log: Log, own: int) -> None:
-    """Leave again, before a first step."""
+async def withdraw(log: Log, own: int, *, unless_complete: bool = False) -> bool:
+    """Leave again, before a first step; True if this replica has left, or another has its place.
+
+    Args:
+        log: of the run.
+        own: this replica.
+        unless_complete: stay where the run may begin: a companion whose join stands in the log before this
+            replica's farewell counts on it.
+    """
     while not (log.state.members[own].left or log.state.members[own].fenced):
+        if unless_complete and log.state.is_complete:
+            return False
         _, is_own = await log.append(Leave(finished=False), author=own)
         if not is_own:
             await log.read_all(at_once=1)
+    return True
 
 
 async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
