@@ -13,12 +13,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Generic, Self, TypeVar
 
+import torch
+
 from diloco.errors import FileError, UserError
 from diloco.rendezvous.log.run import LOSS_TAIL
 from diloco.schedule import Schedule
 from diloco.schema import decoded, read_json
 from diloco.training.config.config import TrainConfig
-from diloco.training.config.engine_settings import checked_settings
+from diloco.training.config.engine_settings import engine_settings
 from diloco.training.config.resolve import check_model
 from diloco.training.records.metrics import OuterStepMetrics, StepMetrics, metrics_file
 from diloco.training.records.runs import CONFIG_FILE, RunLock, lock_of, read_config
@@ -489,7 +491,9 @@ def _schedule_of(config: TrainConfig) -> Schedule | None:
     if config.method == "data_parallel":
         return None
     check_model(config.model, here=False)
-    return checked_settings(config).schedule
+    with torch.device("meta"):
+        model = config.model.build(seed=config.seed)
+    return engine_settings(config.diloco, model, seed=config.seed).schedule
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
