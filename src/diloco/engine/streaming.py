@@ -29,7 +29,7 @@ from diloco.engine.fixed import FixedMembership
 from diloco.engine.lanes import device_lane
 from diloco.engine.outer_state import OUTER
 from diloco.engine.parameters import FragmentParameters, Masters, gathered, is_sharded
-from diloco.engine.replica import Membership, Replica, outer_state
+from diloco.engine.replica import Membership, Replica, lack_of, outer_state
 from diloco.engine.settings import Settings, check_exchange, check_model, check_type, settings_of
 from diloco.errors import DilocoError, ExchangeError, UserError
 from diloco.exchange.private_torch import changes_of
@@ -565,13 +565,8 @@ class StreamingDiLoCo:
 
     def _warn_of_uncounted(self) -> None:
         """Warn of fragments whose last work no outer step has counted; it points to the caller of `finish`."""
-        if fragments := self._membership.uncounted_fragments():
-            warnings.warn(
-                f"the outer parameters lack this replica's last work on fragments {[*fragments]}: its payloads "
-                "were more than max_stale outer steps late, or left out for their norms; call finish(flush=True) "
-                "again",
-                stacklevel=3,
-            )
+        if uncounted := self._membership.uncounted_fragments():
+            warnings.warn(lack_of(uncounted), stacklevel=3)
 
     def _nothing_is_lost(self) -> None:
         """Note that this engine may end after this step: it has finished, or its state was saved or loaded."""
