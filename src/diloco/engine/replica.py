@@ -523,6 +523,12 @@ def outer_state(settings: Settings, parameters: FragmentParameters, *, offload: 
     )
 
 
+def lack_of(uncounted: Mapping[int, str]) -> str:
+    """A sentence on `Membership.uncounted_fragments`."""
+    fragments = ", ".join(f"fragment {p} ({reason})" for p, reason in uncounted.items())
+    return f"the outer parameters lack this replica's last work on {fragments}"
+
+
 class Membership(ABC):
     """This replica among the others."""
 
@@ -548,9 +554,9 @@ class Membership(ABC):
     def initial_fragments(self) -> Sequence[int]:
         """The fragments whose Θ is the initial one, as far as this replica knows."""
 
-    def uncounted_fragments(self) -> Sequence[int]:
-        """The fragments with work that no outer step has counted, nor will count, as far as this process knows."""
-        return ()
+    def uncounted_fragments(self) -> Mapping[int, str]:
+        """The fragments with work that no outer step has counted, nor will count, and why, as far as is known."""
+        return {}
 
     @abstractmethod
     def fail_together(self) -> AbstractContextManager[None]:

@@ -27,7 +27,7 @@ from diloco.engine.fixed import FixedMembership
 from diloco.engine.hooks import Attachment, ModelLoads, check_trains, trained_by
 from diloco.engine.outer_state import OUTER
 from diloco.engine.parameters import FragmentParameters, Masters, gathered, is_sharded, local
-from diloco.engine.replica import Membership, Replica, device_lane, outer_state
+from diloco.engine.replica import Membership, Replica, device_lane, lack_of, outer_state
 from diloco.engine.settings import Settings, check_exchange, check_model, check_type, settings_of
 from diloco.errors import DilocoError, ExchangeError, UserError, listed
 from diloco.exchange.private_torch import changes_of
@@ -553,13 +553,8 @@ class StreamingDiLoCo:
 
     def _warn_of_uncounted(self) -> None:
         """Warn of fragments whose last work no outer step has counted; it points to the caller of `finish`."""
-        if fragments := self._membership.uncounted_fragments():
-            warnings.warn(
-                f"the outer parameters lack this replica's last work on fragments {[*fragments]}: its payloads "
-                "were more than max_stale outer steps late, or left out for their norms; call finish(flush=True) "
-                "again",
-                stacklevel=3,
-            )
+        if uncounted := self._membership.uncounted_fragments():
+            warnings.warn(lack_of(uncounted), stacklevel=3)
 
     def _nothing_is_lost(self) -> None:
         """Note that this engine may end after this step: it has finished, or its state was saved or loaded."""

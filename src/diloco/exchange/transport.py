@@ -366,7 +366,7 @@ def wait_for_all(
         waited = time.monotonic() - begin
         if waited > seconds:
             raise ExchangeError(f"{names} did not arrive{where} within {seconds:g} s: {remedy}")
-        silence = SECONDS_OF_SILENCE if names != last_names else _SECONDS_BETWEEN_LINES
+        silence = SECONDS_OF_SILENCE if names != last_names else SECONDS_BETWEEN_LINES
         if is_logged and waited > last_log + silence:
             _LOG.warning("waiting for %s%s, up to %.0f s more …", names, where, seconds - waited)
             last_names, last_log = names, waited
@@ -375,7 +375,8 @@ def wait_for_all(
 
 SECONDS_OF_SILENCE = 3.0
 """Time after which a wait for others is logged."""
-_SECONDS_BETWEEN_LINES = 60.0
+SECONDS_BETWEEN_LINES = 60.0
+"""Time after which the same wait is logged again."""
 _SECONDS_TO_LOOK_AGAIN = 0.001
 """Time after the first look: processes that one launcher has started arrive together."""
 _SECONDS_BETWEEN_LOOKS = 0.05

@@ -239,6 +239,10 @@ class Seat(Protocol):
         """
         ...
 
+    def refusal(self, offer: Offer) -> str:
+        """The reason why no outer step counts an own offer any more, for people."""
+        ...
+
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
         """Start to upload Θ_p (`outer`) and the slots after a round; the vectors are copies."""
         ...

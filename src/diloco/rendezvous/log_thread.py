@@ -17,7 +17,14 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from diloco.errors import DilocoError, ExchangeError, UserError
-from diloco.rendezvous.contract import MOST_DECISIONS_PER_FRAGMENT, Content, Decision, Form, StoredSnapshot
+from diloco.rendezvous.contract import (
+    MOST_DECISIONS_PER_FRAGMENT,
+    Content,
+    Decision,
+    Form,
+    Offer,
+    StoredSnapshot,
+)
 from diloco.rendezvous.deciding import Decider, Pace
 from diloco.rendezvous.log.entries import Body, Close, Entry, Leave, LogError, Outer, Snapshot
 from diloco.rendezvous.log.index import write_index
@@ -326,6 +333,8 @@ class LogThread:
         self.delivery = Delivery(access, self.inbox, content_of)
         self.decisions, self.news = self.delivery.decisions, self.delivery.news
         """The decisions for the training thread, and the condition that is notified of them, or of a failure."""
+        self._outers = deque[OuterRef]()
+        """The outer entries from the first on that the training thread has not taken."""
         self._num_reads = 0
         self._to_append: deque[Body] = deque()
         self.snapshots = SnapshotQueue(store, log)
@@ -354,11 +363,47 @@ class LogThread:
         taken = [self.decisions.popleft() for _ in range(len(self.decisions))]
         return [replace(decision, own_seq=self.outbox.offer_of(decision.own_seq)) for decision in taken]
 
+    def not_taken(self) -> tuple[RunState, list[OuterRef]]:
+        """The state, and the outer entries up to it that the training thread has not taken."""
+        state = self.state  # read first: the loop goes on
+        return state, state.outers_after([num_taken for num_taken, _ in self.bases], list(self._outers))
+
+    def refusal(self, offer: Offer) -> str:
+        """The reason why no outer step counts an own offer any more."""
+        state, p = self.state, offer.fragment
+        arrived = self.inbox.here[p].get(self._own)
+        if arrived is None or self.outbox.offer_of(arrived.contribution.seq) != offer.seq:
+            event = "the run was closed" if state.closed else f"more than {state.rules.max_stale} outer steps came"
+            return f"{event} before its payload was in the store"
+        own = arrived.contribution
+        return state.refusal_of_norm(p, own.norm) or state.refusal(p, own) or ""
+
+    def awaited(self, fragment: int) -> tuple[str, float]:
+        """The other side of the training thread's wait, in words, and the time at which it ends anyway, or ∞.
+
+        Args:
+            fragment: whose outer step is waited for; −1 for the run's end.
+        """
+        state, others = self.state, [replica for replica in self.state.active if replica != self._own]
+        if fragment < 0 and self._closes_at is not None:
+            names = ", ".join(state.members[replica].name for replica in others)
+            return f"{names or 'others that have left'} before this replica closes the run", self._closes_at
+        if fragment < 0 or fragment not in self.outbox.offers:
+            is_uploading = fragment >= 0 and self.outbox.num_pending
+            traffic = "the upload of an outer gradient to" if is_uploading else "outer steps from"
+            return f"{traffic} {self._store.url}", FOR_EVER
+        here = self.inbox.here[fragment]
+        names = ", ".join(state.members[replica].name for replica in others if replica not in here)
+        decides_alone = self.draining_since is not None and state.rules.quorum == "majority"
+        until = (self.draining_since or 0.0) + self._pace.drain_seconds if decides_alone else FOR_EVER
+        return f"the outer gradient of fragment {fragment} from {names or 'others'}", until
+
     async def run(self, replay: Sequence[OuterRef]) -> None:
         """Follow the log until `failure` or cancellation, beginning with outer entries that were read already."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 for ref in replay:
+                    self._outers.append(ref)
                     self.delivery.put(-1, ref)
                 self._tasks.create_task(self.delivery.run(self._tasks))
                 self._tasks.create_task(self._drive())
@@ -455,7 +500,11 @@ class LogThread:
     def _heed(self, number: int, entry: Entry) -> None:
         """Act on an entry that is in the log now."""
         if isinstance(entry.body, Outer):
-            self.delivery.put(entry.author, self.state.fragments[entry.body.fragment].since[-1])
+            ref = self.state.fragments[entry.body.fragment].since[-1]
+            while self._outers and (body := self._outers[0].body).round <= self.bases[body.fragment][0]:
+                self._outers.popleft()
+            self._outers.append(ref)
+            self.delivery.put(entry.author, ref)
             self.outbox.counted(entry.body)
             others = {c.replica for c in entry.body.contributions} - {self._own} if self.state.finished else ()
             self._has_early_leaver |= any(self.state.members[other].left for other in others)

@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from statistics import median
@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from diloco.errors import DilocoError, DisagreementError, ExchangeError, UserError
-from diloco.exchange.transport import wait_for_all
+from diloco.exchange.transport import SECONDS_BETWEEN_LINES, SECONDS_OF_SILENCE, wait_for_all
 from diloco.rendezvous.check import assert_sound
 from diloco.rendezvous.contract import Decision, Form, Joined, News, NoDecisionError, Offer, StoredSnapshot
 from diloco.rendezvous.deciding import Pace
@@ -147,14 +147,8 @@ class StoreRendezvous:
 
         Shifts are left out.
         """
-        state, bases = self.state, self._seated.log_thread.bases
-        waiting = [
-            ref.body
-            for p, log in enumerate(state.fragments)
-            if log.round > bases[p][0]
-            for ref in log.since
-            if ref.body.round > bases[p][0] and not state.is_shift(ref.body)
-        ]
+        state, not_taken = self._seated.log_thread.not_taken()
+        waiting = [ref.body for ref in not_taken if not state.is_shift(ref.body)]
         tokens = sum(contribution.tokens for body in waiting for contribution in body.contributions)
         return state.tokens - tokens, state.num_outer - len(waiting)
 
@@ -326,6 +320,8 @@ class _StoreSeat:
         self._last_step: tuple[float, int] | None = None  # time and inner steps when these changed last
         self._durations = deque[float](maxlen=64)  # of the last inner steps
         self._has_drained = self._is_closing = False
+        self._last_wait = ("", 0.0)
+        """The wait that was logged last, and the time."""
 
     @property
     def failure(self) -> str | None:
@@ -398,10 +394,7 @@ class _StoreSeat:
             return bool(fragments if fragment == -1 else fragment in fragments)
 
         with log_thread.news:
-            has_ended = log_thread.news.wait_for(
-                lambda: is_here() or log_thread.closed or self.failure is not None, self._timeout_seconds
-            )
-            if not has_ended:
+            if not self._is_over_in_time(lambda: bool(is_here() or log_thread.closed or self.failure), fragment):
                 about = "" if fragment == -1 else f" about fragment {fragment}"
                 raise NoDecisionError(
                     f"no decision{about} came within {self._timeout_seconds:g} s: see with diloco store status "
@@ -410,6 +403,23 @@ class _StoreSeat:
             if self.failure is not None and not is_here():
                 raise ExchangeError(self.failure)
         return decisions
+
+    def _is_over_in_time(self, is_over: Callable[[], bool], fragment: int) -> bool:
+        """Wait for news, bounded in time, and log after a while what is waited for."""
+        news, deadline = self.log_thread.news, time.monotonic() + self._timeout_seconds
+        if news.wait_for(is_over, min(SECONDS_OF_SILENCE, self._timeout_seconds)):
+            return True
+        awaited, until = self.log_thread.awaited(fragment)
+        now, (last, then) = time.monotonic(), self._last_wait
+        if awaited != last or now > then + SECONDS_BETWEEN_LINES:
+            self._last_wait = awaited, now
+            most = min(deadline, until if until > now else deadline) - now
+            _LOG.warning("waiting for %s, up to %.0f s more …", awaited, most)
+        return news.wait_for(is_over, deadline - now)
+
+    def refusal(self, offer: Offer) -> str:
+        """The reason why no outer step counts an own offer any more."""
+        return self.log_thread.refusal(offer)
 
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
         """Start to upload Θ_p (`outer`) and the slots after a round."""
@@ -460,7 +470,8 @@ class _StoreSeat:
     @property
     def entry(self) -> int:
         """Number of the log's newest entry up to which this replica has taken every outer step."""
-        return self.log_thread.state.reached([num_taken for num_taken, _ in self.log_thread.bases])
+        state, not_taken = self.log_thread.not_taken()
+        return min((ref.number for ref in not_taken), default=state.number) - 1
 
     def _say_entry(self) -> None:
         """Name the entry whose outer parameters a replica ends with: the run may go on."""
