@@ -14,6 +14,7 @@ from tests.engine.test_elastic import counted, until
 from tests.rendezvous.replicas import P, Replica
 
 import diloco
+from diloco.rendezvous import store_rendezvous
 from diloco.rendezvous.log_thread import Background, Delivery
 from diloco.rendezvous.store import Store
 
@@ -140,3 +141,17 @@ def test_the_end_of_a_run_is_seen_after_its_last_decision(tmp_path, monkeypatch)
 
     monkeypatch.setattr(Delivery, "is_done", property(is_done))
     assert log_thread.closed == ()
+
+
+def test_waits_that_follow_each_other_are_logged_once_per_minute(tmp_path, monkeypatch, caplog):
+    """With the quorum "all" each round of each fragment may wait for a slower replica."""
+    monkeypatch.setattr(store_rendezvous, "SECONDS_OF_SILENCE", 0.01)
+    replica = Replica(str(tmp_path / "store"))
+    seat = replica.exchange._seated
+    seat._timeout_seconds = 0.02
+    with seat.log_thread.news, caplog.at_level("WARNING", "diloco"):
+        for fragment in (0, 1, 0, -1, 1, -1):
+            assert not seat._is_over_in_time(lambda: False, fragment)
+    lines = [line for line in caplog.messages if line.startswith("waiting for ")]
+    assert len(lines) == 2, "one of a fragment, and one of the end"
+    replica.vanish()

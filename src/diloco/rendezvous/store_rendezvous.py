@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import re
 import secrets
 import socket
@@ -320,8 +321,8 @@ class _StoreSeat:
         self._last_step: tuple[float, int] | None = None  # time and inner steps when these changed last
         self._durations = deque[float](maxlen=64)  # of the last inner steps
         self._has_drained = self._is_closing = False
-        self._last_wait = ("", 0.0)
-        """The wait that was logged last, and the time."""
+        self._told_at: dict[bool, float] = {}
+        """Time at which a wait was logged last: of those for the run's end, and of those for a fragment."""
 
     @property
     def failure(self) -> str | None:
@@ -394,7 +395,9 @@ class _StoreSeat:
             return bool(fragments if fragment == -1 else fragment in fragments)
 
         with log_thread.news:
-            if not self._is_over_in_time(lambda: bool(is_here() or log_thread.closed or self.failure), fragment):
+            if not self._is_over_in_time(
+                lambda: is_here() or bool(log_thread.closed) or self.failure is not None, fragment
+            ):
                 about = "" if fragment == -1 else f" about fragment {fragment}"
                 raise NoDecisionError(
                     f"no decision{about} came within {self._timeout_seconds:g} s: see with diloco store status "
@@ -405,14 +408,14 @@ class _StoreSeat:
         return decisions
 
     def _is_over_in_time(self, is_over: Callable[[], bool], fragment: int) -> bool:
-        """Wait for news, bounded in time, and log after a while what is waited for."""
+        """Wait for news, bounded in time, and log after a while what is waited for, at most once per minute."""
         news, deadline = self.log_thread.news, time.monotonic() + self._timeout_seconds
         if news.wait_for(is_over, min(SECONDS_OF_SILENCE, self._timeout_seconds)):
             return True
-        awaited, until = self.log_thread.awaited(fragment)
-        now, (last, then) = time.monotonic(), self._last_wait
-        if awaited != last or now > then + SECONDS_BETWEEN_LINES:
-            self._last_wait = awaited, now
+        now, is_of_the_end = time.monotonic(), fragment < 0
+        if now > self._told_at.get(is_of_the_end, -math.inf) + SECONDS_BETWEEN_LINES:
+            self._told_at[is_of_the_end] = now
+            awaited, until = self.log_thread.awaited(fragment)
             most = min(deadline, until if until > now else deadline) - now
             _LOG.warning("waiting for %s, up to %.0f s more …", awaited, most)
         return news.wait_for(is_over, deadline - now)
