@@ -266,7 +266,8 @@ def _check_memory(shards: Mapping[str, torch.Tensor]) -> None:
     """Refuse two parameters in one memory, which a merge would change twice."""
     firsts: dict[int, str] = {}
     for name, shard in shards.items():
-        if shard.numel() and not shard.is_meta and (first := firsts.setdefault(shard.data_ptr(), name)) != name:
+        address = shard.data_ptr()  # 0 where torch knows no memory: of empty, meta, and wrapped tensors
+        if address and (first := firsts.setdefault(address, name)) != name:
             raise UserError(
                 f"parameters {first} and {name} share memory, and a merge would change it twice: make them one "
                 "parameter, by an assignment to the attribute itself and not to its .data",
