@@ -14,6 +14,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
@@ -30,14 +31,11 @@ from diloco.exchange.transport import Group, OneProcess
 from diloco.fragments import Fragment, block_spans
 from diloco.outer.digest import outer_digest_there, parameters_hash
 from diloco.outer.rule import Span
-from diloco.wire.kernels.memory import empty
+from diloco.wire.kernels.memory import begin_to_host, empty
 
 if TYPE_CHECKING:  # they take a second to import, and most replicas are one process
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-from dataclasses import dataclass
-
-from diloco.wire.kernels.memory import begin_to_host
 
 INITIAL = "initial parameters (SHA-256)"
 """The fact that proves the initial parameters equal."""

@@ -143,7 +143,7 @@ class Follower:
 
         Returns:
             The version that the model has now; None if nothing is published yet, or the module was loaded with it
-            last, and no operation has changed or replaced its tensors since.
+            last, and no operation has changed or replaced its tensors since; torch counts none on `.data`.
 
         Raises:
             UserError: naming the tensors that do not fit, besides what `update` raises.

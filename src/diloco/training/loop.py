@@ -6,30 +6,36 @@ Shapes: B sequences, T tokens, V vocabulary.
 """
 
 import logging
+import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from diloco.data.sampling import Batches, Sampler, SlotSampler
 from diloco.data.shards import TokenShards, open_training_text
+from diloco.engine.parameters import gathered
+from diloco.engine.streaming import StreamingDiLoCo, begin_logs
 from diloco.errors import ExchangeError, FileError, TrainingError
 from diloco.exchange.transport import agree, fail_together, share
 from diloco.integrations.trackers import tracker
+from diloco.outer.step import OuterStep
 from diloco.training.config.config import TrainConfig, hyperparameters
 from diloco.training.config.resolve import resolved, shared_facts, text_facts
-from diloco.training.hardware import model_flops_utilization
+from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
 from diloco.training.optimizer import learning_rate
 from diloco.training.records.checkpoints import Checkpoints
-from diloco.training.records.metrics import MetricsLog, StepMetrics, metrics_file
+from diloco.training.records.metrics import MetricsLog, StepMetrics, describe, metrics_file
 from diloco.training.records.runs import check_text, claim_together, continued, newest_common_step
 from diloco.training.records.summary import (
     OUTER_FILE,
@@ -41,27 +47,14 @@ from diloco.training.records.summary import (
     open_held_out,
 )
 from diloco.training.records.tail import ReplicaSteps, ReplicaTail
-from diloco.training.state import TrainState, initial_state
+from diloco.training.state import Synchronizer, TrainState, initial_state
 from diloco.training.stopping import Stop, stoppable
 from diloco.training.world import World, join
+from diloco.wire.kernels.memory import begin_to_host, to_device, widest
 
 if TYPE_CHECKING:
     from diloco.rendezvous.store_rendezvous import StoreRendezvous
     from diloco.training.records.versions import RunPublisher
-import math
-from collections.abc import Mapping, Sequence
-from typing import cast
-
-import numpy as np
-from torch import Tensor
-
-from diloco.engine.parameters import gathered
-from diloco.engine.streaming import StreamingDiLoCo, begin_logs
-from diloco.outer.step import OuterStep
-from diloco.training.hardware import peak_memory_bytes
-from diloco.training.records.metrics import describe
-from diloco.training.state import Synchronizer
-from diloco.wire.kernels.memory import begin_to_host, to_device, widest
 
 _LOG = logging.getLogger("diloco")
 
@@ -513,9 +506,7 @@ def _publisher(config: TrainConfig, world: World, state: TrainState, stack: Exit
     """The run's publisher until the run ends, if its config asks for one."""
     if config.publish is None:
         return None
-    from diloco.training.records.versions import (
-        RunPublisher,  # with the store's library, which no fixed group needs
-    )
+    from diloco.training.records.versions import RunPublisher  # it imports the store's library
 
     publisher = RunPublisher(config, world, state)
     stack.callback(publisher.close)
