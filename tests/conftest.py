@@ -30,6 +30,19 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
+
+CHECKED = [
+    "diloco.outer.merge",
+    "diloco.wire.blocks",
+    "diloco.wire.floats",
+    "diloco.wire.integers",
+    "diloco.wire.sparse",
+]
+"""Modules in which shapes and types of the mathematics are checked at every call, in replicas, too."""
+
+# Before anything imports one of them.
+install_import_hook(CHECKED, "beartype.beartype")
+
 from tests.memory import backgrounds
 from tests.processes import SAMPLES, find_server, share_server
 from tests.servers import azurite as azurite
@@ -43,18 +56,6 @@ from tests.servers import use_environment as use_environment
 from tests.training.runs import BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT, run
 
 from diloco.training.processes import num_cores
-
-CHECKED = [
-    "diloco.outer.merge",
-    "diloco.outer.nesterov",
-    "diloco.wire.blocks",
-    "diloco.wire.floats",
-    "diloco.wire.integers",
-    "diloco.wire.sparse",
-    "diloco.models.decoder",
-    "diloco.models.language_model",
-]
-"""Modules in which shapes and types of the mathematics are checked at every call."""
 
 # No test survives a power failure, and a busy computer takes long to write to its disk.
 os.fsync = lambda descriptor: None
@@ -82,7 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
         share_server()
     else:
         find_server()
-        install_import_hook(CHECKED, "beartype.beartype")
+        install_import_hook(["diloco.models.decoder"], "beartype.beartype")
     is_quick = config.getoption("markexpr") == "not slow"
     settings.load_profile("quick" if is_quick else "all")
     if num_examples := config.getoption("hostile_examples"):

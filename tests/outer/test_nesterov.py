@@ -162,3 +162,8 @@ def test_fields_must_be_numbers(fields, monkeypatch):
         "lr": 0.5,
         "momentum": 0.0,
     }
+
+
+def test_a_vector_of_a_wrong_shape_is_refused_in_tests():
+    with pytest.raises(jaxtyping.TypeCheckError):
+        Translation().merge(torch.zeros(4), torch.zeros(2, 2), Past(torch.zeros(4)))
