@@ -41,8 +41,9 @@ def test_every_rule_and_optimizer_trains_and_has_its_place_in_table_and_figure(
 
     tier = small()
     evaluation = EvaluationConfig(num_tokens=1024)
-    sizes = {"sequence_length": 16, "num_tokens": 12 * recipe("tiny").global_batch * 16}
-    base = tiny_config(small_corpus, tmp_path, evaluation=evaluation, **sizes)
+    base = tiny_config(
+        small_corpus, tmp_path, num_tokens=12 * recipe("tiny").tokens_per_step, evaluation=evaluation
+    )
     grid = RulesGrid(
         base=base,
         replicas=(2,),
