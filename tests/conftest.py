@@ -55,7 +55,7 @@ CHECKED = [
     "diloco.models.decoder",
     "diloco.models.language_model",
 ]
-"""Where shapes and types of the mathematics are checked at every call, in the test processes."""
+"""Modules in which shapes and types of the mathematics are checked at every call."""
 
 # No test survives a power failure, and a busy computer takes long to write to its disk.
 os.fsync = lambda descriptor: None

@@ -4,30 +4,34 @@ All of it runs in one asyncio loop. The training thread sets plain values here, 
 """
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from diloco.errors import DilocoError, ExchangeError
-from diloco.rendezvous.archive import SnapshotQueue, write_index
+from torch import Tensor
+
+from diloco.errors import DilocoError, ExchangeError, UserError
 from diloco.rendezvous.contract import (
     MOST_DECISIONS_PER_FRAGMENT,
     Content,
     Decision,
     Form,
+    Offer,
     StoredSnapshot,
 )
 from diloco.rendezvous.deciding import Decider, Pace
 from diloco.rendezvous.log.entries import Body, Close, Entry, Leave, LogError, Outer, Snapshot
+from diloco.rendezvous.log.index import write_index
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import FOR_EVER, Log, LostEntryError, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState
-from diloco.rendezvous.objects import Objects
+from diloco.rendezvous.objects import Objects, seal_snapshot, snapshot_name
 from diloco.rendezvous.payloads import Access, Averager, Inbox, Outbox
 from diloco.rendezvous.prices import longest_poll
 from diloco.rendezvous.store import Store
@@ -117,10 +121,8 @@ class Delivery:
             self._snapshots.pop(body.fragment, None)
         state = self._access.state
         with_snapshot = author == self._access.own and state.rules.is_kept(body.round - 1)
-        return Decision.of(
-            ref,
-            state,
-            whole,
+        return replace(
+            Decision.of(ref, state, whole),
             num_shifts=entry.num_shifts,
             oldest_base=entry.oldest_base,
             own_seq=own_seq,
@@ -165,7 +167,11 @@ _T = TypeVar("_T")
 
 
 class Background:
-    """A loop that runs from `start` to `stop`."""
+    """A loop that runs from `start` to `stop`, in the process that started it; what forks from that has none.
+
+    Raises:
+        UserError: by what is asked of it in a fork, where nobody would do it.
+    """
 
     def __init__(self, name: str) -> None:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -176,15 +182,27 @@ class Background:
 
     def start(self) -> None:
         """Start the thread."""
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._process = asyncio.new_event_loop(), os.getpid()
         self._thread.start()
+
+    def _check_process(self, work: "Coroutine[Any, Any, Any] | None" = None) -> None:
+        if self._process == os.getpid():
+            return
+        if work is not None:
+            work.close()  # else Python warns that nobody awaits it
+        raise UserError(
+            f"this process was forked from process {self._process}, which alone has the thread "
+            f"{self._thread.name!r}: make a Follower, Publisher or StoreRendezvous in the process that uses it"
+        )
 
     def run(self, work: "Coroutine[Any, Any, Any]") -> None:
         """Start work that goes on until it ends or the loop does."""
+        self._check_process(work)
         self._work.append(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def call(self, function: "Callable[..., object]", *arguments: object) -> None:
         """Call a function in the loop, soon."""
+        self._check_process()
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def wait(self, work: "Coroutine[Any, Any, _T]", seconds: float, name: str) -> _T:
@@ -198,6 +216,7 @@ class Background:
         Raises:
             ExchangeError: if there is no result within that time.
         """
+        self._check_process(work)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._awaited.add(future)
         if self._is_over:
@@ -234,6 +253,39 @@ class Background:
         for future in [*self._awaited]:  # of work that came too late, or needs longer to end
             future.cancel()
         self._loop.close()
+
+
+class SnapshotQueue:
+    """The snapshots that a replica uploads one after another, of each fragment the newest that waits.
+
+    Args:
+        store: where they go.
+        log: the run's.
+    """
+
+    def __init__(self, store: Store, log: Log) -> None:
+        self._store, self._log = store, log
+        self._waiting: dict[int, tuple[int, Mapping[str, Tensor]]] = {}
+        self._has_more = asyncio.Event()
+
+    def put(self, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> None:
+        """Take a fragment's vectors after a round; called in the loop."""
+        self._waiting[fragment] = last_round, vectors
+        self._has_more.set()
+
+    async def run(self, append: Callable[[Snapshot], None]) -> None:
+        """Upload snapshots as they come, and append an entry for each, until cancelled."""
+        while True:
+            await self._has_more.wait()
+            fragment = next(iter(self._waiting))
+            last_round, vectors = self._waiting.pop(fragment)
+            if not self._waiting:
+                self._has_more.clear()
+            buffers, digest = await asyncio.to_thread(seal_snapshot, vectors)
+            name = snapshot_name(fragment, last_round, digest)
+            await self._store.create(name, buffers, patience_seconds=FOR_EVER)
+            await self._log.check_mounted()
+            append(Snapshot(fragment=fragment, round=last_round, sha256=digest))
 
 
 class LogThread:
@@ -281,6 +333,8 @@ class LogThread:
         self.delivery = Delivery(access, self.inbox, content_of)
         self.decisions, self.news = self.delivery.decisions, self.delivery.news
         """The decisions for the training thread, and the condition that is notified of them, or of a failure."""
+        self._outers = deque[OuterRef]()
+        """The outer entries from the first on that the training thread has not taken."""
         self._num_reads = 0
         self._to_append: deque[Body] = deque()
         self.snapshots = SnapshotQueue(store, log)
@@ -309,11 +363,47 @@ class LogThread:
         taken = [self.decisions.popleft() for _ in range(len(self.decisions))]
         return [replace(decision, own_seq=self.outbox.offer_of(decision.own_seq)) for decision in taken]
 
+    def not_taken(self) -> tuple[RunState, list[OuterRef]]:
+        """The state, and the outer entries up to it that the training thread has not taken."""
+        state = self.state  # read first: the loop goes on
+        return state, state.outers_after([num_taken for num_taken, _ in self.bases], list(self._outers))
+
+    def refusal(self, offer: Offer) -> str:
+        """The reason why no outer step counts an own offer any more."""
+        state, p = self.state, offer.fragment
+        arrived = self.inbox.here[p].get(self._own)
+        if arrived is None or self.outbox.offer_of(arrived.contribution.seq) != offer.seq:
+            event = "the run was closed" if state.closed else f"more than {state.rules.max_stale} outer steps came"
+            return f"{event} before its payload was in the store"
+        own = arrived.contribution
+        return state.refusal_of_norm(p, own.norm) or state.refusal(p, own) or ""
+
+    def awaited(self, fragment: int) -> tuple[str, float]:
+        """The other side of the training thread's wait, in words, and the time at which it ends anyway, or ∞.
+
+        Args:
+            fragment: whose outer step is waited for; −1 for the run's end.
+        """
+        state, others = self.state, [replica for replica in self.state.active if replica != self._own]
+        if fragment < 0 and self._closes_at is not None:
+            names = ", ".join(state.members[replica].name for replica in others)
+            return f"{names or 'others that have left'} before this replica closes the run", self._closes_at
+        if fragment < 0 or fragment not in self.outbox.offers:
+            is_uploading = fragment >= 0 and self.outbox.num_pending
+            traffic = "the upload of an outer gradient to" if is_uploading else "outer steps from"
+            return f"{traffic} {self._store.url}", FOR_EVER
+        here = self.inbox.here[fragment]
+        names = ", ".join(state.members[replica].name for replica in others if replica not in here)
+        decides_alone = self.draining_since is not None and state.rules.quorum == "majority"
+        until = (self.draining_since or 0.0) + self._pace.drain_seconds if decides_alone else FOR_EVER
+        return f"the outer gradient of fragment {fragment} from {names or 'others'}", until
+
     async def run(self, replay: Sequence[OuterRef]) -> None:
         """Follow the log until `failure` or cancellation, beginning with outer entries that were read already."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 for ref in replay:
+                    self._outers.append(ref)
                     self.delivery.put(-1, ref)
                 self._tasks.create_task(self.delivery.run(self._tasks))
                 self._tasks.create_task(self._drive())
@@ -410,7 +500,11 @@ class LogThread:
     def _heed(self, number: int, entry: Entry) -> None:
         """Act on an entry that is in the log now."""
         if isinstance(entry.body, Outer):
-            self.delivery.put(entry.author, self.state.fragments[entry.body.fragment].since[-1])
+            ref = self.state.fragments[entry.body.fragment].since[-1]
+            while self._outers and (body := self._outers[0].body).round <= self.bases[body.fragment][0]:
+                self._outers.popleft()
+            self._outers.append(ref)
+            self.delivery.put(entry.author, ref)
             self.outbox.counted(entry.body)
             others = {c.replica for c in entry.body.contributions} - {self._own} if self.state.finished else ()
             self._has_early_leaver |= any(self.state.members[other].left for other in others)
