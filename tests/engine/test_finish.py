@@ -126,8 +126,8 @@ for _ in range(3):
 
 
 @pytest.mark.slow
-def test_a_program_that_ends_says_so_once_and_not_after_an_error(tmp_path):
-    command = [sys.executable, "-c", f"{SCRIPT}1 / bool(child)", str(tmp_path / "failed")]
+def test_a_program_that_ends_says_so_once_and_not_after_an_error_nor_in_a_fork(tmp_path):
+    command = [sys.executable, "-c", f"{SCRIPT}os.fork() if child else 1 / 0", str(tmp_path / "failed")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert re.fullmatch(f"{LOST}\n", done.stderr), done.stderr
     failed = (tmp_path / "failed").read_text()

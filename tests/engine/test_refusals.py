@@ -162,6 +162,10 @@ def bias(tensor: torch.Tensor) -> Callable[[nn.Module], object]:
         ),
         (bias(torch.zeros(1, dtype=torch.complex64)), "blocks.1.bias is torch.complex64: only real floats can be"),
         (lambda model: model.blocks[1].double(), "blocks.1.weight is torch.float64, .* train the model in FP32"),
+        (
+            lambda model: setattr(model.blocks[1].bias, "data", model.blocks[0].bias.data),
+            "blocks.0.bias and blocks.1.bias share memory, .* make them one",
+        ),
     ],
 )
 def test_parameters_that_cant_be_exchanged_are_refused_unless_they_are_frozen(change, message):
@@ -183,6 +187,15 @@ def test_a_model_without_values_is_refused_until_it_is_filled():
         Case().engine(model)
     model.to_empty(device="cpu").load_state_dict(Case().model().state_dict())
     assert Case().engine(model).outer_hash() == Case().engine(Case().model()).outer_hash()
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(1), nn.LazyBatchNorm1d(affine=False)], ids=["parameter", "buffer"])
+def test_a_lazy_module_is_refused_until_it_has_seen_a_batch(lazy):
+    model = nn.Sequential(nn.Linear(3, 2), lazy)
+    with pytest.raises(diloco.UserError, match=r"1\.\w+ has no shape yet, .* call the model once on a batch"):
+        diloco.StreamingDiLoCo(model, fragments="whole", exchange=diloco.LoopbackExchange())
+    model(torch.ones(4, 3))
+    diloco.StreamingDiLoCo(model, fragments="whole", exchange=diloco.LoopbackExchange())
 
 
 def test_a_model_that_is_no_module_is_refused():

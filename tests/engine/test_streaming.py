@@ -259,6 +259,32 @@ def test_a_parameter_that_was_replaced_is_refused_by_name():
         engine.step()
 
 
+def leave_outer_parameters_applied(engine, replace):
+    with engine.outer_parameters_applied():
+        replace()
+
+
+OUTER_PARAMETERS_REACH_NO_MODEL = {
+    "finish": lambda engine, replace: (replace(), engine.finish()),
+    "copy": lambda engine, replace: (replace(), engine.copy_outer_to_model()),
+    "apply": lambda engine, replace: (replace(), engine.outer_parameters_applied().__enter__()),
+    "applied": leave_outer_parameters_applied,
+}
+
+
+@pytest.mark.parametrize("way", OUTER_PARAMETERS_REACH_NO_MODEL)
+def test_outer_parameters_that_would_not_reach_the_model_are_refused(way):
+    case = Case(P=2, H=4, tau=2)
+    model = case.model()
+    engine = case.engine(model)
+    for t in range(1, 6):  # then a fragment is in flight
+        inner_step(model, 0, t)
+        engine.step()
+    other = case.model().state_dict()
+    with pytest.raises(ValueError, match=r"parameter \S+ was replaced .*: build the engine last"):
+        OUTER_PARAMETERS_REACH_NO_MODEL[way](engine, lambda: model.load_state_dict(other, assign=True))
+
+
 def test_a_parameter_that_was_unfrozen_is_refused_by_name():
     case = Case(P=1, H=4)
     model = case.model()

@@ -161,6 +161,10 @@ def test_a_file_that_cannot_be_written_leaves_the_version_before(tmp_path):
     [
         (["publish", "a"], "name a checkpoint and then the URL: diloco publish CHECKPOINT … URL"),
         (["publish", "a", "checkpoint"], "checkpoint is a checkpoint: name the URL last"),
+        (
+            ["publish", "checkpoint-1000", "checkpoint-200", "place"],
+            "checkpoint-200, of step 200, stands after checkpoint-1000, of step 1000: name the oldest first",
+        ),
         (["publish", "missing", "place"], "missing is no checkpoint: give a file of safetensors"),
         (["publish", "damaged.safetensors", "place"], "damaged.safetensors can't be read"),
         (["follow", "place"], "diloco follow needs --to"),

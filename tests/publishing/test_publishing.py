@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -302,6 +304,38 @@ def test_modules_are_loaded_in_place(place: str) -> None:
             assert all(after[name].is_meta or torch.equal(after[name], before[name]) for name in before)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: nn.init.zeros_(model.first.weight),
+        lambda model: setattr(model.last, "weight", nn.Parameter(torch.zeros(2, 3))),
+        lambda model: model.norm(torch.ones(4, 2)),
+    ],
+    ids=["changed", "replaced", "buffer"],
+)
+def test_a_module_that_was_changed_since_is_loaded_again(place: str, change: Callable[[Tied], object]) -> None:
+    with diloco.Publisher(place, dtype=None) as publisher, diloco.Follower(place) as follower:
+        version = publisher.publish(ours := Tied(), step=1)
+        follower.load_into(theirs := Tied())
+        change(theirs)
+        assert follower.load_into(theirs) == version and follower.load_into(theirs) is None
+        assert same_bits(theirs.state_dict(), ours.state_dict())
+
+
+def test_a_wait_for_the_first_version_is_told(
+    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("diloco.publishing.follower.SECONDS_OF_SILENCE", 0.1)
+    with diloco.Publisher(place) as publisher, diloco.Follower(place) as follower:
+        timer = threading.Timer(0.4, lambda: publisher.publish({"a": torch.zeros(2)}, step=3))
+        timer.start()
+        assert next(iter(follower)).step == 3
+        timer.join()
+    assert [line for line in caplog.messages if "has no version yet" in line] == [
+        f"{Path(place)} has no version yet: waiting for its publisher …"
+    ]
+
+
 def test_a_view_with_other_values_is_not_tied(place: str) -> None:
     values = torch.tensor([1 + 2j])
     with diloco.Publisher(place) as publisher, diloco.Follower(place) as follower:
@@ -339,6 +373,23 @@ def test_in_a_loop_the_loops_version_is_loaded(place: str) -> None:
             assert follower.load_into(model) == version and same_bits(model, state)
             break
         assert follower.load_into(model) != version and same_bits(model, changed(state, 1))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_is_told_that_it_has_no_thread(place: str, tmp_path: Path) -> None:
+    with diloco.Publisher(place) as publisher, diloco.Follower(place) as follower:
+        publisher.publish(Tied(), step=1)
+        if not (child := os.fork()):
+            signal.alarm(20)
+            try:
+                follower.update()
+            except UserError as error:
+                (tmp_path / "error").write_text(str(error))
+            os._exit(0)
+        os.waitpid(child, 0)
+        error = (tmp_path / "error").read_text()
+        assert f"forked from process {os.getpid()}, which alone has the thread 'diloco follower'" in error
+        assert follower.update() is not None, "the child has taken nothing from this process"
 
 
 def test_two_threads_may_use_one_follower(place: str) -> None:

@@ -69,9 +69,7 @@ def test_a_replica_that_ends_before_its_first_step_is_not_counted(tmp_path):
             Replica(url, name=name, **rules)
 
 
-def test_a_companion_whose_join_comes_before_the_farewell_of_one_that_gives_up_begins_with_it(
-    tmp_path, monkeypatch
-):
+def test_a_companion_that_joins_before_the_farewell_of_one_that_gives_up_begins_with_it(tmp_path, monkeypatch):
     url, create, replicas = str(tmp_path / "run"), Store.create, list[Replica]()
     late = threading.Thread(target=lambda: replicas.append(Replica(url, name="b")))
 

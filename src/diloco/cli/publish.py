@@ -1,6 +1,8 @@
 """`diloco publish`: other people's checkpoints as versions that anybody may follow."""
 
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,7 +29,7 @@ def _publish(
 ) -> None:
     """Publish each checkpoint as the next version: whole, or the cells that differ from the version before.
 
-    Its step is the number at the end of its name, such as checkpoint-500, or else its place in the command.
+    Its step is the number at the end of its name, such as checkpoint-500, or else one more than that before it.
 
     Args:
         checkpoints: Directories in the format of transformers or peft, or files of safetensors, oldest first; and
@@ -48,11 +50,10 @@ def _publish(
     if any(Path(url).glob("*.safetensors")):
         raise UserError(f"{url} is a checkpoint: name the URL last: diloco publish CHECKPOINT … URL")
     options = {"whole_every": whole_every, "keep": keep, "key": None if key is None else str(key)}
+    steps = _steps(paths)
     with Publisher(url, dtype=None if dtype == "own" else getattr(torch, dtype), **options) as publisher:
-        for place, path in enumerate(paths):
+        for path, step in zip(paths, steps, strict=True):
             state, files = read_checkpoint(Path(path))
-            number = re.search(r"(\d{1,15})$", Path(path).name.removesuffix(".safetensors"))
-            step = int(number[1]) if number else place
             version = publisher.publish(state, step=step, files=files)
             body = version.smallest
             print(
@@ -60,3 +61,22 @@ def _publish(
                 f"{'whole' if body is version.whole else 'as the difference'}",
                 flush=True,
             )
+
+
+def _steps(paths: Sequence[str]) -> list[int]:
+    """The steps of checkpoints, by their names.
+
+    Raises:
+        UserError: if a later one is of an earlier step, which followers would then have.
+    """
+    steps = [-1]
+    for path in paths:
+        number = re.search(r"(\d{1,15})$", Path(path).name.removesuffix(".safetensors"))
+        steps.append(int(number[1]) if number else steps[-1] + 1)
+    for (before, last), (path, step) in pairwise(zip(paths, steps[1:], strict=True)):
+        if step < last:
+            raise UserError(
+                f"{path}, of step {step}, stands after {before}, of step {last}: name the oldest first, since "
+                "followers take the last: ls -v lists them so"
+            )
+    return steps[1:]

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from diloco.engine.checkpoint import check_like, elastic_values_checked, refuse_names, tensors_checked
-from diloco.engine.guards import EqualGradients
 from diloco.engine.outer_state import ERROR, OUTER, SENT_THETA
 from diloco.engine.parameters import FragmentParameters
-from diloco.engine.replica import Membership, Replica, lack_of
+from diloco.engine.replica import EqualGradients, Membership, Replica, lack_of
 from diloco.errors import DisagreementError, ExchangeError, UserError
 from diloco.exchange.transport import fail_together
 from diloco.outer.averages import decoded

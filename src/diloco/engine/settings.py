@@ -1,7 +1,7 @@
 """The engine's settings, and the arguments that it refuses."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from diloco.auto import AUTO, NO_AUTO_IN_A_STORE, chosen
 from diloco.engine.outer_state import SENT_THETA
 from diloco.engine.parameters import is_sharded, local
 from diloco.errors import UserError, nearest, setting
@@ -27,6 +27,7 @@ from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import RULE, OuterRule
 from diloco.outer.rules import merge_rule, outer_rule
 from diloco.outer.torch_optimizer import rule_of_optimizer
+from diloco.presets import AUTO, NO_AUTO_IN_A_STORE, chosen
 from diloco.rendezvous.contract import Rendezvous, is_rendezvous
 from diloco.schedule import Schedule
 from diloco.wire import codec
@@ -258,6 +259,19 @@ def _check_parameters(model: nn.Module) -> None:
             )
         if (other := local(parameter).device) != device:
             raise UserError(f"parameter {first} is on {device} and {name} on {other}: one replica, one device")
+    _check_memory({name: local(parameter) for name, parameter in trained.items()})
+
+
+def _check_memory(shards: Mapping[str, torch.Tensor]) -> None:
+    """Refuse two parameters in one memory, which a merge would change twice."""
+    firsts: dict[int, str] = {}
+    for name, shard in shards.items():
+        if shard.numel() and not shard.is_meta and (first := firsts.setdefault(shard.data_ptr(), name)) != name:
+            raise UserError(
+                f"parameters {first} and {name} share memory, and a merge would change it twice: make them one "
+                "parameter, by an assignment to the attribute itself and not to its .data",
+                "model",
+            )
 
 
 def settings_of(
@@ -441,6 +455,13 @@ def check_model(model: nn.Module, exchange: Transport | None) -> None:
             )
         if isinstance(module, DistributedDataParallel):
             _check_ddp(path or "the model", module, exchange)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise UserError(
+                f"{name} has no shape yet, since its lazy module has seen no input: call the model once on a "
+                "batch, then build the optimizer and the engine",
+                "model",
+            )
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if trained and all(parameter.device.type == "meta" for _, parameter in trained):
         raise UserError(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import DisagreementError, ExchangeError
+from diloco.schema import shown
 
 
 class Channel(IntEnum):
@@ -257,7 +258,7 @@ def agree(
     # The values are long: they travel only when they are needed.
     everyones = share(transport, facts, dict[str, Any])
     for name in dict.fromkeys(name for facts in everyones for name in facts):
-        values = [_short(facts[name]) if name in facts else "nothing of the kind" for facts in everyones]
+        values = [shown(facts[name]) if name in facts else "nothing of the kind" for facts in everyones]
         for replica, theirs in enumerate(everyones):
             if (name in theirs, theirs.get(name)) != (name in everyones[0], everyones[0].get(name)):
                 raise DisagreementError(
@@ -340,11 +341,6 @@ def swap(transport: Transport, message: bytes) -> list[bytes]:
     received = dict(transport.start(others, Tag(Channel.CONTROL, round=_NUM_MESSAGES[transport])).wait())
     received[transport.replica] = payload
     return [received[replica].cpu().numpy().tobytes() for replica in range(transport.num_replicas)]
-
-
-def _short(value: object, most: int = 200) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def wait_for_all(

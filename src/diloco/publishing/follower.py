@@ -1,5 +1,7 @@
 """Follow the versions of a model's weights from a place in a store."""
 
+import logging
+import math
 import re
 import threading
 import time
@@ -14,12 +16,15 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from diloco.errors import UserError
+from diloco.exchange.private_torch import changes_of
+from diloco.exchange.transport import SECONDS_OF_SILENCE
 from diloco.publishing.differences import content_digest
 from diloco.publishing.states import State, load
 from diloco.publishing.versions import Chain, GoneError, Held, Version
 from diloco.rendezvous.log_thread import Background
 from diloco.rendezvous.store import Store, StoreUnreachableError
 
+_LOG = logging.getLogger("diloco")
 _T = TypeVar("_T")
 _FOR_EVER = float(1 << 30)
 """Bound of a wait for requests that are bounded themselves."""
@@ -38,8 +43,8 @@ class Follower:
     was away takes the differences it has missed, or the newest whole version, whichever has fewer bytes.
 
     Iteration gives the newest version whenever there is a newer one, and so may skip numbers. It waits as long as
-    the store answers. Where versions come from a publisher without a key, everybody who can write to the store can
-    write them.
+    the store answers, and a warning says after a moment that there is none yet. Where versions come from a
+    publisher without a key, everybody who can write to the store can write them.
 
     Args:
         url: of the publisher's place.
@@ -73,8 +78,8 @@ class Follower:
         self._gone_since: float | None = None
         """Time at which the place of the held version was first seen empty."""
         self._is_iterated = False
-        self._loaded: tuple[weakref.ref[nn.Module], str] | None = None
-        """The module that was loaded last, and the digest of its version."""
+        self._loaded: tuple[weakref.ref[nn.Module], str, dict[str, tuple[int, int]]] | None = None
+        """The module that was loaded last, the digest of its version, and its tensors as they were left."""
         self._lock = threading.RLock()
         """Held while a version is taken or copied: the state is changed in place."""
         self._is_closed = False
@@ -109,12 +114,16 @@ class Follower:
             return self._result(self._update, lists=True)
 
     def __iter__(self) -> Iterator[Version]:
+        told_at = time.monotonic() + SECONDS_OF_SILENCE
         try:
             for poll in count():
                 lists = poll % _POLLS_PER_LIST == 0
                 with self._lock:
                     version = self._result(self._update, lists=lists)
                 if version is None:
+                    if self.version is None and time.monotonic() > told_at:
+                        _LOG.warning("%s has no version yet: waiting for its publisher …", self._store.url)
+                        told_at = math.inf
                     time.sleep(self._poll_seconds)
                     continue
                 self._is_iterated = True
@@ -133,7 +142,8 @@ class Follower:
             model: a module, or its tensors by name, on any device.
 
         Returns:
-            The version that the model has now; None if nothing is published yet, or the module has it already.
+            The version that the model has now; None if nothing is published yet, or the module was loaded with it
+            last, and no operation has changed or replaced its tensors since.
 
         Raises:
             UserError: naming the tensors that do not fit, besides what `update` raises.
@@ -144,13 +154,20 @@ class Follower:
             held = self._chain.held
             if held is None:
                 return None
-            if self._loaded is not None and self._loaded[0]() is model and self._loaded[1] == held.version.digest:
+            if isinstance(model, nn.Module) and self._has_loaded(model, held.version.digest):
                 return None
             self._loaded = None
             load(held.state, held.version.tied, model)
             if isinstance(model, nn.Module):
-                self._loaded = weakref.ref(model), held.version.digest
+                self._loaded = weakref.ref(model), held.version.digest, _tensors_as_left(model)
             return held.version
+
+    def _has_loaded(self, model: nn.Module, digest: str) -> bool:
+        """True if a module has the bits of a version's digest since it was loaded last."""
+        if self._loaded is None:
+            return False
+        module, last_digest, tensors = self._loaded
+        return module() is model and last_digest == digest and tensors == _tensors_as_left(model)
 
     def resume(self, number: int, state: State) -> Version | None:
         """Hold a version whose weights were kept elsewhere, such as on disk; None if they are not the version's.
@@ -238,3 +255,9 @@ class Follower:
                 f"{self._store.url} ends with version {numbers[-1]}, and this follower holds {held.name}: the "
                 "versions begin anew: follow them with a new follower"
             )
+
+
+def _tensors_as_left(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """By name each tensor's address and the number of operations that changed it; 0 if torch counts none."""
+    tensors = model.state_dict()
+    return {name: (t.data_ptr(), 0 if t.is_inference() else changes_of(t)) for name, t in tensors.items()}

@@ -4,17 +4,19 @@ All of it runs in one asyncio loop. The training thread sets plain values here, 
 """
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from diloco.errors import DilocoError, ExchangeError
-from diloco.rendezvous.archive import SnapshotQueue, write_index
+from torch import Tensor
+
+from diloco.errors import DilocoError, ExchangeError, UserError
 from diloco.rendezvous.contract import (
     MOST_DECISIONS_PER_FRAGMENT,
     Content,
@@ -25,10 +27,11 @@ from diloco.rendezvous.contract import (
 )
 from diloco.rendezvous.deciding import Decider, Pace
 from diloco.rendezvous.log.entries import Body, Close, Entry, Leave, LogError, Outer, Snapshot
+from diloco.rendezvous.log.index import write_index
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import FOR_EVER, Log, LostEntryError, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState
-from diloco.rendezvous.objects import Objects
+from diloco.rendezvous.objects import Objects, seal_snapshot, snapshot_name
 from diloco.rendezvous.payloads import Access, Averager, Inbox, Outbox
 from diloco.rendezvous.prices import longest_poll
 from diloco.rendezvous.store import Store
@@ -118,10 +121,8 @@ class Delivery:
             self._snapshots.pop(body.fragment, None)
         state = self._access.state
         with_snapshot = author == self._access.own and state.rules.is_kept(body.round - 1)
-        return Decision.of(
-            ref,
-            state,
-            whole,
+        return replace(
+            Decision.of(ref, state, whole),
             num_shifts=entry.num_shifts,
             oldest_base=entry.oldest_base,
             own_seq=own_seq,
@@ -166,7 +167,11 @@ _T = TypeVar("_T")
 
 
 class Background:
-    """A loop that runs from `start` to `stop`."""
+    """A loop that runs from `start` to `stop`, in the process that started it; what forks from that has none.
+
+    Raises:
+        UserError: by what is asked of it in a fork, where nobody would do it.
+    """
 
     def __init__(self, name: str) -> None:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -177,15 +182,27 @@ class Background:
 
     def start(self) -> None:
         """Start the thread."""
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._process = asyncio.new_event_loop(), os.getpid()
         self._thread.start()
+
+    def _check_process(self, work: "Coroutine[Any, Any, Any] | None" = None) -> None:
+        if self._process == os.getpid():
+            return
+        if work is not None:
+            work.close()  # else Python warns that nobody awaits it
+        raise UserError(
+            f"this process was forked from process {self._process}, which alone has the thread "
+            f"{self._thread.name!r}: make a Follower, Publisher or StoreRendezvous in the process that uses it"
+        )
 
     def run(self, work: "Coroutine[Any, Any, Any]") -> None:
         """Start work that goes on until it ends or the loop does."""
+        self._check_process(work)
         self._work.append(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def call(self, function: "Callable[..., object]", *arguments: object) -> None:
         """Call a function in the loop, soon."""
+        self._check_process()
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def wait(self, work: "Coroutine[Any, Any, _T]", seconds: float, name: str) -> _T:
@@ -199,6 +216,7 @@ class Background:
         Raises:
             ExchangeError: if there is no result within that time.
         """
+        self._check_process(work)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._awaited.add(future)
         if self._is_over:
@@ -235,6 +253,39 @@ class Background:
         for future in [*self._awaited]:  # of work that came too late, or needs longer to end
             future.cancel()
         self._loop.close()
+
+
+class SnapshotQueue:
+    """The snapshots that a replica uploads one after another, of each fragment the newest that waits.
+
+    Args:
+        store: where they go.
+        log: the run's.
+    """
+
+    def __init__(self, store: Store, log: Log) -> None:
+        self._store, self._log = store, log
+        self._waiting: dict[int, tuple[int, Mapping[str, Tensor]]] = {}
+        self._has_more = asyncio.Event()
+
+    def put(self, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> None:
+        """Take a fragment's vectors after a round; called in the loop."""
+        self._waiting[fragment] = last_round, vectors
+        self._has_more.set()
+
+    async def run(self, append: Callable[[Snapshot], None]) -> None:
+        """Upload snapshots as they come, and append an entry for each, until cancelled."""
+        while True:
+            await self._has_more.wait()
+            fragment = next(iter(self._waiting))
+            last_round, vectors = self._waiting.pop(fragment)
+            if not self._waiting:
+                self._has_more.clear()
+            buffers, digest = await asyncio.to_thread(seal_snapshot, vectors)
+            name = snapshot_name(fragment, last_round, digest)
+            await self._store.create(name, buffers, patience_seconds=FOR_EVER)
+            await self._log.check_mounted()
+            append(Snapshot(fragment=fragment, round=last_round, sha256=digest))
 
 
 class LogThread:
