@@ -393,8 +393,12 @@ class _StoreSeat:
             fragments = {decision.fragment for decision in decisions}
             return bool(fragments if fragment == -1 else fragment in fragments)
 
+        def is_over() -> bool:
+            """True once nothing more is to be waited for."""
+            return is_here() or bool(log_thread.closed) or self.failure is not None
+
         with log_thread.news:
-            if not self._is_over_in_time(lambda: bool(is_here() or log_thread.closed or self.failure), fragment):
+            if not self._is_over_in_time(is_over, fragment):
                 about = "" if fragment == -1 else f" about fragment {fragment}"
                 raise NoDecisionError(
                     f"no decision{about} came within {self._timeout_seconds:g} s: see with diloco store status "
