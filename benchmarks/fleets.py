@@ -35,11 +35,10 @@ from storm_study.described import described, suffered
 from storm_study.faults import schedule
 
 from diloco.rendezvous.prices import R2, S3
-from diloco.simulator.churn import expected, in_store
+from diloco.simulator.churn import expected, in_regions, in_store
 from diloco.simulator.description import Stragglers
 from diloco.simulator.fixed_members import WITH_MEMBERS, with_members
 from diloco.simulator.fleet import FleetRun, Machines, Outcome
-from diloco.simulator.regions import in_regions
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parents[1] / "docs" / "results"

@@ -27,12 +27,11 @@ from diloco.data.shards import open_split
 from diloco.exchange.transport import Channel, Tag, barrier
 from diloco.presets import PRESETS, own_settings
 from diloco.training.config.config import TrainConfig, from_json
-from diloco.training.loop import open_batches
+from diloco.training.loop import gradients, inner_step, open_batches
 from diloco.training.measure import measure_link
 from diloco.training.optimizer import learning_rate
 from diloco.training.records.summary import evaluate, open_held_out
 from diloco.training.state import TrainState, initial_state
-from diloco.training.step import gradients, inner_step
 from diloco.training.world import World, join
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

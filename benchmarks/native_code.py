@@ -26,7 +26,7 @@ from diloco.wire import CODECS, codec
 from diloco.wire.kernels.compiling import features, variants
 from diloco.wire.kernels.native import Native, compiled_library
 
-USERS = ("wire.blocks", "wire.floats", "wire.sparse", "outer.digest")
+USERS = ("wire.blocks", "wire.floats", "wire.sparse", "outer.step")
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 from tests.memory import backgrounds
-from tests.processes import SAMPLES, share_server
+from tests.processes import SAMPLES, find_server, share_server
 from tests.servers import azurite as azurite
 from tests.servers import directory as directory
 from tests.servers import hugging_face as hugging_face
@@ -44,7 +44,6 @@ from tests.training.runs import BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT, run
 
 from diloco.training.processes import num_cores
 
-# The shapes and types that the mathematics is annotated with are checked at every call.
 CHECKED = [
     "diloco.outer.merge",
     "diloco.outer.nesterov",
@@ -55,7 +54,7 @@ CHECKED = [
     "diloco.models.decoder",
     "diloco.models.language_model",
 ]
-install_import_hook(CHECKED, "beartype.beartype")
+"""Modules in which shapes and types of the mathematics are checked at every call."""
 
 # No test survives a power failure, and a busy computer takes long to write to its disk.
 os.fsync = lambda descriptor: None
@@ -81,6 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if config.getoption("numprocesses", None):
         share_server()
+    else:
+        find_server()
+        install_import_hook(CHECKED, "beartype.beartype")
     is_quick = config.getoption("markexpr") == "not slow"
     settings.load_profile("quick" if is_quick else "all")
     if num_examples := config.getoption("hostile_examples"):

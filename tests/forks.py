@@ -66,6 +66,14 @@ def fork_pythons() -> None:
     util.spawnv_passfds = spawnv_passfds
 
 
+_START = subprocess.Popen._execute_child, util.spawnv_passfds
+
+
+def start_pythons() -> None:
+    """From now on, this process starts new interpreters again."""
+    subprocess.Popen._execute_child, util.spawnv_passfds = _START
+
+
 def _forked(begin: Callable[[], None], words: Sequence[str], environment: Mapping[str, str] | None) -> int:
     """The process number of a fork that is a Python program."""
     sys.stdout.flush()

@@ -28,22 +28,26 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from tests.forks import fork_pythons, start_pythons
 from tests.ports import free_port
 
 from diloco.training.processes import end_with_parent
 
 # Each replica is a fork of one process that has imported torch: it starts in milliseconds instead of seconds.
 _CONTEXT = get_context("forkserver")
+_LIBRARIES = [
+    "pytest",
+    "hypothesis",
+    "typeguard",
+    "rich._emoji_codes",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.utils.tensorboard",
+]
 _CONTEXT.set_forkserver_preload(
     [
-        "pytest",
-        "hypothesis",
-        "typeguard",
-        "rich._emoji_codes",
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint.state_dict",
-        "torch.utils.tensorboard",
+        *_LIBRARIES,
         "diloco.training.loop",
         "diloco.models.language_model",
         "diloco.cli.train",
@@ -72,10 +76,14 @@ SAMPLES = {"WHOLE_SAMPLES": "1"}
 
 
 def share_server() -> None:
-    """Let the test processes that this one starts fork from its server, which imports torch once for all.
+    """Let the test processes that this one starts fork from its server.
 
-    What its forks print is lost: pytest would show it amid the report.
+    It and they are forks of this process, which imports torch once for all. What the server's forks print is lost:
+    pytest would show it amid the report.
     """
+    fork_pythons()
+    for module in _LIBRARIES:
+        importlib.import_module(module)
     if _CAN_SHARE:
         streams, null = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
         for number in (1, 2):
@@ -103,8 +111,11 @@ def use_server(address: str) -> None:
     forkserver.connect_to_new_process = forkserver._forkserver.connect_to_new_process
 
 
-if address := os.environ.pop(_SERVER, None):
-    use_server(address)
+def find_server() -> None:
+    """Use the server of the process that started this one, if that shares one, and start interpreters anew."""
+    start_pythons()
+    if address := os.environ.pop(_SERVER, None):
+        use_server(address)
 
 
 @functools.cache

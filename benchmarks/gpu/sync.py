@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from diloco.engine.lanes import DeviceLane, here
+from diloco.engine.fixed import here
+from diloco.engine.replica import DeviceLane
 from gpu.place import Measurements, Place, Row, engine_of
 
 _WITHOUT_SYNC, _STALL = 0.002, 0.01  # goals, as shares of a step

@@ -18,9 +18,9 @@ import torch
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolve
+from diloco.training.loop import begin_step, end_step
 from diloco.training.records.metrics import MetricsLog
 from diloco.training.state import initial_state
-from diloco.training.step import begin_step, end_step
 from diloco.training.world import alone
 from gpu.place import Measurements, Place, Row, engine_of
 

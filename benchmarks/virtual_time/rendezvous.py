@@ -222,6 +222,9 @@ class Seat:
             )
         ]
 
+    def refusal(self, offer: Offer) -> str:
+        return self.state.refusal(offer.fragment, self.offers[offer.fragment]) or ""
+
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
         _, digest = seal_snapshot(vectors)
         self.log.append(Snapshot(fragment=fragment, round=round, sha256=digest), self.replica)

@@ -13,11 +13,10 @@ from diloco.engine import elastic as elastic_rounds
 from diloco.rendezvous.log.entries import Rules
 from diloco.schedule import Schedule
 from diloco.training.config.config import TrainConfig
-from diloco.training.loop import open_batches
+from diloco.training.loop import inner_step, open_batches
 from diloco.training.optimizer import learning_rate
 from diloco.training.records.summary import HeldOut, evaluate
 from diloco.training.state import TrainState, initial_state
-from diloco.training.step import inner_step
 from diloco.training.world import World, alone
 from virtual_time.rendezvous import Seat, VirtualLog
 

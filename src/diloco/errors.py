@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -77,6 +77,15 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     """
     matches = difflib.get_close_matches(word, list(choices), n=1)
     return f": did you mean {matches[0]}?" if matches else ""
+
+
+def listed(names: Sequence[object], most: int = 8) -> str:
+    """The first of many names, and how many more there are.
+
+    >>> listed(["a", "b"]), listed(["a", "b", "c", "d"], most=2)
+    ('a, b', 'a, b and 2 more')
+    """
+    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def printable(text: str) -> str:

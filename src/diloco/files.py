@@ -198,6 +198,28 @@ def write_tensors(path: Path, tensors: "Mapping[str, Tensor]", metadata: Mapping
         path.chmod(mode)
 
 
+def safetensors_head(entries: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """The head of a safetensors file: the length of its JSON, uint64 little-endian, and this, padded to 8 bytes.
+
+    Args:
+        entries: name, type, shape and number of bytes of each tensor, in the order of the file.
+    """
+    described, start = {}, 0
+    for name, dtype, shape, num_bytes in entries:
+        stop = start + num_bytes
+        described[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def safetensors_json(whole: memoryview, *, most_bytes: int) -> bytes | None:
+    """The JSON in the head of bytes that nobody has checked; None if they do not begin as a safetensors file."""
+    length = int.from_bytes(whole[:8], "little")
+    return bytes(whole[8 : 8 + length]) if 0 < length <= min(most_bytes, whole.nbytes - 8) else None
+
+
 def copy(source: Path, directory: Path) -> None:
     """Copy a file into a directory.
 

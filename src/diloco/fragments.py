@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from diloco.errors import UserError
+from diloco.errors import UserError, listed
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ def check_partition(model: nn.Module, fragments: Sequence[Fragment]) -> None:
     if unknown := [name for name in placed if name not in trainable]:
         _check_wrapping(placed, trainable)
         raise UserError(
-            f"fragments name {_listed(unknown)}, which the model does not have, has frozen, or knows by "
+            f"fragments name {listed(unknown)}, which the model does not have, has frozen, or knows by "
             "another name (a tied parameter counts once, under its first name)"
         )
     if missing := [name for name in trainable if name not in placed]:
-        raise UserError(f"no fragment holds {_listed(missing)}: each trainable parameter must be in one")
+        raise UserError(f"no fragment holds {listed(missing)}: each trainable parameter must be in one")
 
 
 def _check_wrapping(placed: Collection[str], trainable: Collection[str]) -> None:
@@ -201,16 +201,16 @@ def _found_blocks(model: nn.Module) -> list[str]:
     lists = _outermost(model, lambda module: isinstance(module, nn.ModuleList) and len(module) > 0)
     candidates = lists if len(lists) == 1 else _outermost(model, _holds_blocks)
     if len(candidates) != 1:
-        listed = candidates or lists or _outermost(model, _has_trained_child)
-        if not listed:
+        several = candidates or lists or _outermost(model, _has_trained_child)
+        if not several:
             raise UserError(
                 "the model has its blocks in no nn.ModuleList, nn.ModuleDict or nn.Sequential: take whole(model), "
                 "one fragment with all parameters, or a partition of your own"
             )
         raise UserError(
             "the model should hold its blocks in one nn.ModuleList, nn.ModuleDict or nn.Sequential, and it has "
-            f"{_listed([path or 'itself' for path in listed])}: name the list with blocks={listed[0]!r}"
-            + (f", or several with blocks={listed[:2]}" if len(listed) > 1 else "")
+            f"{listed([path or 'itself' for path in several])}: name the list with blocks={several[0]!r}"
+            + (f", or several with blocks={several[:2]}" if len(several) > 1 else "")
             + ", or take whole(model)"
         )
     return candidates
@@ -267,8 +267,3 @@ def _partition(model: nn.Module, blocks_of: Sequence[list[str]]) -> Fragments:
     ]
     check_partition(model, fragments)
     return tuple(fragments)
-
-
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

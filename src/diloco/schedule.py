@@ -101,7 +101,6 @@ class Schedule(Timing):
     """P: all fragments, the one outside the blocks included."""
 
     def __post_init__(self) -> None:
-        """Refuse fields out of their range, and contradictions."""
         if self.overlap_steps is None:  # there is no method
             object.__setattr__(self, "overlap_steps", 0)
         self._check_types()

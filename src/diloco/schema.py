@@ -5,6 +5,7 @@ checks in `__post_init__` how its fields depend on each other.
 """
 
 import json
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -51,6 +52,25 @@ def read_bytes(path: Path, *, most_bytes: int) -> bytes:
     if len(content) > most_bytes:
         raise FileError(f"{path} can't be read: it has more than {most_bytes:,} bytes")
     return content
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file of at most 1 MiB.
+
+    Raises:
+        FileError: if it is none.
+    """
+    content = read_bytes(path, most_bytes=1 << 20)
+    try:
+        return tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path} can't be read: {error}") from error
+
+
+def shown(value: object, most: int = 200) -> str:
+    """A JSON value for a sentence, cut short."""
+    text = json.dumps(value)
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def decoded(text: bytes | str, kind: type[_T], *, source: str) -> _T:

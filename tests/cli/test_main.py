@@ -15,7 +15,7 @@ from tests.cli.commands import loaded
 import diloco
 from diloco import __main__, cli
 from diloco.cli._command import fields_of, flag, flags, spelled
-from diloco.cli._explain import explained, hinted
+from diloco.cli._streams import explained, hinted
 from diloco.cli.main import main, verbs
 from diloco.errors import DilocoError, ReplicaFailedError, UserError
 from diloco.models.decoder_config import DecoderConfig

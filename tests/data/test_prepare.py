@@ -14,14 +14,13 @@ from tests.data.corpora import as_parquet, write_rows
 from diloco.data import prepare as prepare_module
 from diloco.data import readers
 from diloco.data.config import DataConfig
-from diloco.data.corpora import documents
+from diloco.data.corpora import documents, is_held_out, is_held_out_by_position, split_documents
 from diloco.data.prepare import (
     PrepareProgress,
     prepare,
     resolve,
 )
 from diloco.data.shards import INDEX_FILE, SPLITS, open_split, read_index, shard_path
-from diloco.data.splits import is_held_out, is_held_out_by_position, split_documents
 from diloco.data.tokenizers import load_tokenizer
 from diloco.errors import UserError
 

@@ -10,7 +10,7 @@ from tests.processes import run_replicas
 from torch import Tensor, nn
 
 import diloco
-from diloco.engine.buffers import Buffers
+from diloco.engine.streaming import Buffers
 
 CHANGED = ["1.running_mean", "1.running_var", "seen"]
 

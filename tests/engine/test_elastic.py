@@ -290,7 +290,7 @@ def test_a_replica_leaves_and_comes_back_with_the_text_where_it_stood(tmp_path) 
 
 
 def test_everything_restarts_from_the_log_after_all_were_killed(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("diloco.rendezvous.archive.retirable", lambda state, names: [])  # the replay reads all
+    monkeypatch.setattr("diloco.rendezvous.log.index.retirable", lambda state, names: [])  # the replay reads all
     killed = [Replica(str(tmp_path), name=name, snapshot_rounds=2) for name in "ab"]
     until(lambda: min(min(counted(replica)) for replica in killed) >= 2 * P, *killed)
     for replica in killed:

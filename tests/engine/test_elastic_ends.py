@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import logging
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -268,7 +269,7 @@ def test_a_flush_that_comes_too_late_is_said_and_may_be_repeated(tmp_path) -> No
     may_upload = held_payloads(slow)
     with (
         ThreadPoolExecutor(1) as thread,
-        pytest.warns(UserWarning, match="lack this replica's last work on fragments") as warned,
+        pytest.warns(UserWarning, match="lack this replica's last work on fragment 0") as warned,
     ):
         flushed = thread.submit(slow.engine.finish, flush=True)
         until(lambda: set(membership.in_flight) == set(range(P)), fast)
@@ -277,7 +278,12 @@ def test_a_flush_that_comes_too_late_is_said_and_may_be_repeated(tmp_path) -> No
         may_upload.set()
         until(flushed.done, fast)
         flushed.result()
-    assert str(list(range(P))) in str(warned[0].message)
+    sentence = str(warned[0].message)
+    assert all(f"fragment {p} (" in sentence for p in range(P)), sentence
+    reason = (
+        "it was made against round .*, and this is round .*|more than 3 outer steps came before its payload .*"
+    )
+    assert re.search(rf"fragment 0 \(({reason}): finish\(flush=True\) sends it again\)", sentence), sentence
     # The others are so far ahead that a payload against slow's Θ would be too late again.
     until(lambda: min(log.round for log in slow.exchange.state.fragments) > max(membership.rounds) + 8, fast)
     slow.engine.finish(flush=True)

@@ -5,7 +5,8 @@ import torch
 from tests.fake_device import FakeDevice
 from tests.processes import run_replicas
 
-from diloco.engine.lanes import DeviceLane, QueueLane, StreamLane, device_lane, here
+from diloco.engine.fixed import QueueLane, here
+from diloco.engine.replica import DeviceLane, StreamLane, device_lane
 from diloco.exchange.notices import in_thread
 
 

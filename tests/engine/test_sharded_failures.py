@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import diloco
 from diloco.engine.parameters import local
-from diloco.exchange.group import TorchGroup
+from diloco.exchange.process_group import TorchGroup
 from diloco.exchange.transport import Channel
 from diloco.models.decoder_config import DecoderConfig
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.data.hugging_face import hugging_face_json
 from diloco.data.tokenizers import ByteTokenizer, load_tokenizer, train_bpe
 from diloco.errors import UserError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.models.language_model import LanguageModel
+from diloco.training.records.export import hugging_face_json
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings("default")  # of the harness's and its own libraries

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from tests.processes import run_replicas
 
-from diloco.exchange.group import TorchGroup
+from diloco.exchange.process_group import TorchGroup
 from diloco.exchange.transport import OneProcess
 
 

@@ -15,15 +15,15 @@ from tests.rendezvous.simulated import Run, simulate
 from tests.rendezvous.test_entries import object_of
 
 from diloco.files import sha256
-from diloco.rendezvous.archive import INDEX, MOST_INDEX_BYTES, Index, open_index, retirable
 from diloco.rendezvous.contract import Form
 from diloco.rendezvous.deciding import may_decide, of_the_run
-from diloco.rendezvous.joining import outer_entries_to_replay
 from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES, LogError
+from diloco.rendezvous.log.index import INDEX, MOST_INDEX_BYTES, Index, open_index, retirable
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import ENTRY, source_of
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.status import status_of
+from diloco.rendezvous.store_rendezvous import outer_entries_to_replay
 from diloco.wire import codec
 
 NUM_EXAMPLES = settings.get_profile("hostile").max_examples

@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -93,8 +92,7 @@ def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
 
 def test_two_replicas_are_killed_and_resume(tmp_path):
     ports = [free_port() for _ in range(3)]
-    imports = [name for name in ("deepspeed", "mlflow") if find_spec(name)]  # Accelerate's own, where they are
-    results = run_replicas(train_replica, 2, str(tmp_path), ports, joined=False, imports=imports)
+    results = run_replicas(train_replica, 2, str(tmp_path), ports, joined=False)
     assert_resumed(results, STEPS)
     (evaluated, own, after), (evaluated_there, own_there, after_there) = (result["loss"] for result in results)
     assert evaluated == evaluated_there and own != own_there and after == after_there

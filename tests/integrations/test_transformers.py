@@ -160,7 +160,7 @@ def load_adapter(folder: str) -> dict[str, torch.Tensor]:
 
 KINDS = {"Trainer": (trainer_of, load_model, "eval_far_loss")}
 """The makers of a trainer, the loaders of its model, and the metric that is compared."""
-IMPORTS = ["tests.loops.alone", "transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate"]
+IMPORTS = ["transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate"]
 if find_spec("trl") and find_spec("peft"):
     KINDS["SFTTrainer with LoRA"] = (sft_trainer_of, load_adapter, "eval_loss")
     IMPORTS += ["trl.trainer.sft_trainer", "trl.trainer.grpo_trainer", "peft"]

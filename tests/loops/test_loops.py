@@ -70,4 +70,4 @@ def test_the_replicas_of_public_scripts_agree_and_resume(tmp_path):
 @pytest.mark.slow
 def test_the_replicas_of_slower_scripts_agree_and_resume(tmp_path):
     pytest.importorskip("accelerate")
-    check(SLOW, tmp_path, imports=["tests.loops.alone"])
+    check(SLOW, tmp_path, imports=["accelerate"])

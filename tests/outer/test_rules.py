@@ -1,8 +1,11 @@
 """Every outer rule and merge rule against its equation in NumPy, on two processes; and their limits."""
 
-import copy
+import os
+import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -67,7 +70,6 @@ class Trained(NamedTuple):
     """θ before and after what the engine did at each inner step."""
     Thetas: list[np.ndarray]
     places: list[dict[str, Span]]
-    is_resumed_alike: bool
 
 
 def vectors_of(flat: np.ndarray) -> list[np.ndarray]:
@@ -101,25 +103,17 @@ def advance(engine, model, last: int, result: Trained) -> None:
         result.Thetas.append(outer_of(engine))
 
 
+def engine_of(name: str, model):
+    return CASE.engine(model, outer=RULE_SPECS[name], mixing=MERGES.get(name, 0.25))
+
+
 def trained(name: str) -> Trained:
-    """A run with a rule, and the comparison with one that goes on from its state in the midst of it."""
-    model = CASE.model()
-    rules = {"outer": RULE_SPECS[name], "mixing": MERGES.get(name, 0.25)}
-    engine = CASE.engine(model, **rules)
-    result = Trained([], [], [outer_of(engine)], places(), False)
-    advance(engine, model, SAVED, result)
-    state, parameters = copy.deepcopy(engine.state_dict()), copy.deepcopy(model.state_dict())
-    assert state["in_flight"], "the state is saved in the midst of a flight"
+    """A run with a rule."""
+    engine = engine_of(name, model := CASE.model())
+    result = Trained([], [], [outer_of(engine)], places())
     advance(engine, model, STEPS, result)
-    fresh = CASE.model()
-    resumed = CASE.engine(fresh, **rules)
-    fresh.load_state_dict(parameters)
-    resumed.load_state_dict(state)
-    advance(resumed, fresh, STEPS, Trained([], [], [], [], False))
-    ends = [(theta_of(m).tobytes(), outer_of(e).tobytes()) for e, m in ((engine, model), (resumed, fresh))]
     engine.finish()
-    resumed.finish()
-    return result._replace(is_resumed_alike=ends[0] == ends[1])
+    return result
 
 
 def all_trained() -> dict[str, Trained]:
@@ -130,6 +124,44 @@ def all_trained() -> dict[str, Trained]:
 def runs() -> dict[str, list[Trained]]:
     """The runs of both replicas by name."""
     replicas = run_replicas(all_trained, 2)
+    return {name: [replica[name] for replica in replicas] for name in RULE_SPECS}
+
+
+def die(name: str, folder: Path) -> None:
+    """Save a state in the midst of a flight, train on, and be killed."""
+    engine = engine_of(name, model := CASE.model())
+    advance(engine, model, SAVED, result := Trained([], [], [], []))
+    state = {"engine": engine.state_dict(), "model": model.state_dict()}
+    assert state["engine"]["in_flight"]
+    torch.save(state, folder / f"{dist.get_rank()}.pt")
+    advance(engine, model, SAVED + 3, result)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def go_on(name: str, folder: Path) -> Trained:
+    """The rest of a run whose replicas were killed."""
+    engine = engine_of(name, model := CASE.model())
+    state = torch.load(folder / f"{dist.get_rank()}.pt")
+    model.load_state_dict(state["model"])
+    engine.load_state_dict(state["engine"])
+    advance(engine, model, STEPS, result := Trained([], [], [], []))
+    engine.finish()
+    return result
+
+
+def all_gone_on(folder: Path) -> dict[str, Trained]:
+    return {name: go_on(name, folder / name) for name in RULE_SPECS}
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> dict[str, list[Trained]]:
+    """The same runs, whose replicas were killed, and go on from what they had saved."""
+    folder = tmp_path_factory.mktemp("killed")
+    for name in RULE_SPECS:
+        (folder / name).mkdir()
+        assert run_replicas(die, 2, name, folder / name, mortal=(0, 1)) == [None, None]
+    replicas = run_replicas(all_gone_on, 2, folder)
     return {name: [replica[name] for replica in replicas] for name in RULE_SPECS}
 
 
@@ -190,9 +222,15 @@ def test_each_outer_step_is_the_rules_equation(runs, name):
     assert all(same) == (name != "eager"), "shared rules have the same bits on all replicas"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULE_SPECS)
-def test_a_run_that_goes_on_from_its_state_has_the_same_bits(runs, name):
-    assert all(run.is_resumed_alike for run in runs[name])
+def test_replicas_that_are_killed_go_on_from_their_states_bit_for_bit(runs, resumed, name):
+    for run, rest in zip(runs[name], resumed[name], strict=True):
+        assert len(rest.Thetas) == STEPS - SAVED
+        for kept, again in zip(run.Thetas[-len(rest.Thetas) :], rest.Thetas, strict=True):
+            assert kept.tobytes() == again.tobytes()
+        for kept, again in zip(run.thetas[SAVED:], rest.thetas, strict=True):
+            assert np.array_equal(kept, again)
 
 
 @pytest.mark.parametrize("name", RULE_SPECS)
@@ -269,6 +307,26 @@ def test_an_eager_replica_alone_is_nesterov_without_overlap_to_the_last_bit():
     assert np.array_equal(one, two)
 
 
+@pytest.mark.parametrize("name", ["nesterov", "delayed_nesterov", "rda", "eager", "ties"])
+def test_the_pieces_of_a_vector_change_no_bit(name):
+    rule, cohort = outer_rule(RULE_SPECS[name]), Cohort((0, 1), (1.0, 0.5))
+    ends = []
+    for most in (100, 7):
+        vectors = {
+            slot: torch.randn(30, generator=torch.Generator().manual_seed(9)) for slot in ("outer", *rule.slots)
+        }
+        deltas = torch.randn(2, 30, generator=torch.Generator().manual_seed(3))
+        fragment = FragmentState(vectors.__getitem__, {"matrix": Span((2, 10), 0), "vector": Span((10,), 20)})
+        average = Average(deltas[0] + 0.5 * deltas[1], 1.5, lambda deltas=deltas: iter(deltas))
+        with ExitStack() as stack:
+            for module in {type(rule).__module__, "diloco.outer.nesterov"}:
+                stack.enter_context(patch(f"{module}.elements_at_once", return_value=most))
+            rule.on_send(fragment, lambda deltas=deltas: deltas[0], Sync(0, 2, 8), cohort)
+            rule.on_average(fragment, average, Sync(0, 2, 8), cohort)
+        ends.append(vectors)
+    assert all(torch.equal(ends[0][slot], ends[1][slot]) for slot in ends[0])
+
+
 def test_rda_of_equal_vectors_is_their_mean_and_of_opposite_ones_0():
     spans, delta_N = {"weight": Span((2, 3), 0), "bias": Span((2,), 6)}, torch.arange(1.0, 9.0)
     rule, cohort = RDA(lr=1.0, momentum=0.0), Cohort((0, 1), (0.5, 1.0))
@@ -329,7 +387,7 @@ def test_in_a_store_the_replay_gives_the_outer_parameters_of_all_replicas(name, 
 
 def test_in_a_store_the_momentum_restarts_where_by_half_others_are_active(tmp_path, monkeypatch):
     """One replica, two, three, four: of each fragment the first round with two restarts it, and that with four."""
-    monkeypatch.setattr("diloco.rendezvous.archive.retirable", lambda state, names: [])  # the replay reads all
+    monkeypatch.setattr("diloco.rendezvous.log.index.retirable", lambda state, names: [])  # the replay reads all
     rules = {"outer": "nesterov:restart_with_members=true", "snapshot_rounds": 2}
     replicas = []
     for name in "abcd":

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from diloco.files import sha256
 from diloco.outer.digest import outer_digest, parameters_hash
-from diloco.rendezvous.archive import INDEX, Index
 from diloco.rendezvous.log.entries import (
     FORMAT,
     Body,
@@ -27,6 +26,7 @@ from diloco.rendezvous.log.entries import (
     Rules,
     Snapshot,
 )
+from diloco.rendezvous.log.index import INDEX, Index
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import ENTRY, sealed_entry
 from diloco.rendezvous.log.run import OuterRef, RunState

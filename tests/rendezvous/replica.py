@@ -20,9 +20,9 @@ from tests.rendezvous.referee import (
 )
 
 from diloco.files import sha256
-from diloco.rendezvous.archive import INDEX, Index, open_index, retirable
 from diloco.rendezvous.deciding import may_decide, turns
 from diloco.rendezvous.log.entries import Body, Contribution, Join, Leave, Outer, Snapshot, new_entry
+from diloco.rendezvous.log.index import INDEX, Index, open_index, retirable
 from diloco.rendezvous.log.log import ENTRY
 from diloco.rendezvous.log.run import RunState
 

@@ -20,13 +20,13 @@ from tests.rendezvous.replicas import P, Replica
 
 import diloco
 from diloco.errors import DilocoError, ExchangeError, UserError
-from diloco.rendezvous.joining import Wish, join
 from diloco.rendezvous.log.entries import Leave, Snapshot
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import ENTRY, begun, sealed_entry
 from diloco.rendezvous.objects import PAYLOAD, seal_snapshot, snapshot_name
 from diloco.rendezvous.replay import replayed
 from diloco.rendezvous.store import Store
+from diloco.rendezvous.store_rendezvous import Wish, join
 
 
 def entries(url: Path) -> list[str]:

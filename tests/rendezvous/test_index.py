@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from tests.rendezvous.cases import Log
 
-from diloco.rendezvous.archive import INDEX, Index, open_index
 from diloco.rendezvous.log.entries import Leave, LogError, Snapshot
+from diloco.rendezvous.log.index import INDEX, Index, open_index
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.run import Losses, RunState
 

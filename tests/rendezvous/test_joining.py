@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from tests.engine.test_elastic import counted, until
 from tests.rendezvous.replicas import Replica, wait_for_entry
 
 from diloco.errors import DilocoError, ExchangeError
@@ -66,3 +67,23 @@ def test_a_replica_that_ends_before_its_first_step_is_not_counted(tmp_path):
     for name in ("first", "second"):
         with pytest.raises(ExchangeError, match="1 of 2 replicas did not arrive at"):
             Replica(url, name=name, **rules)
+
+
+def test_a_companion_that_joins_before_the_farewell_of_one_that_gives_up_begins_with_it(tmp_path, monkeypatch):
+    url, create, replicas = str(tmp_path / "run"), Store.create, list[Replica]()
+    late = threading.Thread(target=lambda: replicas.append(Replica(url, name="b")))
+
+    async def create_after_the_join(self, name: str, data, **limits):
+        """Let the other's join land between the end of the wait and the entry that says so."""
+        if name.startswith("log/") and b'"kind":"leave"' in data and not replicas:
+            late.start()
+            await asyncio.to_thread(wait_for_entry, url, 2)
+        return await create(self, name, data, **limits)
+
+    monkeypatch.setattr(Store, "create", create_after_the_join)
+    replicas.append(Replica(url, name="a", num_replicas=2, timeout_seconds=1.0))
+    late.join()
+    assert [member.left for member in replicas[0].exchange.state.members] == [False, False]
+    until(lambda: all(min(counted(replica)) >= 0 for replica in replicas), *replicas)
+    for replica in replicas:
+        replica.vanish()

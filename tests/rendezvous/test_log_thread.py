@@ -3,13 +3,14 @@
 import asyncio
 import dataclasses
 import json
+import re
 import threading
 import time
 from concurrent.futures import CancelledError
 
 import pytest
 import torch
-from tests.engine.test_elastic import until
+from tests.engine.test_elastic import counted, until
 from tests.rendezvous.replicas import P, Replica
 
 import diloco
@@ -74,6 +75,45 @@ def test_a_replica_whose_outer_gradient_is_left_out_for_ever_ends(tmp_path):
             parameter.add_(100.0)
     with pytest.raises(diloco.ExchangeError, match=r"leaves out .* its norm is .* under another name"):
         until(lambda: False, replica)
+
+
+def test_the_reason_why_an_offer_is_not_counted_is_its_norm_where_that_is_out_of_bounds(tmp_path):
+    replica = Replica(str(tmp_path / "store"), sync_every=4, patience=100_000)
+    until(lambda: min(len(log.norms) for log in replica.exchange.state.fragments) >= 8, replica)
+    membership = replica.engine._membership
+    until(lambda: 0 not in membership.in_flight, replica)
+    with torch.no_grad():
+        replica.model.blocks[0].weight.add_(100.0)
+    until(lambda: 0 in membership.in_flight, replica)
+    offer = membership.in_flight[0]
+    until(lambda: replica.exchange._seated.log_thread.outbox.offers.get(0) is offer, replica)
+    assert re.match(r"its norm is \S+, more than ", replica.exchange._seated.refusal(offer))
+    replica.vanish()
+
+
+def test_a_replica_far_behind_counts_no_outer_step_that_it_has_not_taken(tmp_path):
+    """Snapshots stand for some of these steps, and the state leaves them out."""
+    fast, slow = (Replica(str(tmp_path), name=name, patience=0, snapshot_rounds=1) for name in ("fast", "slow"))
+    until(lambda: min(min(counted(fast)), min(counted(slow))) >= 0, fast, slow)
+    rounds = [taken for taken, _ in slow.exchange._seated.log_thread.bases]
+
+    def are_left_out() -> bool:
+        logs = zip(slow.exchange.state.fragments, rounds, strict=True)
+        return all(log.since[0].body.round > taken + 1 for log, taken in logs)
+
+    until(are_left_out, fast)
+    tokens = num_outer = 0
+    missing = list[int]()
+    for number, path in enumerate(sorted((tmp_path / "log").iterdir())):
+        entry = json.loads(path.read_bytes().splitlines()[0])
+        if entry["kind"] == "outer" and entry["body"]["round"] > rounds[entry["body"]["fragment"]]:
+            missing.append(number)
+        elif entry["kind"] == "outer":
+            tokens += sum(contribution["tokens"] for contribution in entry["body"]["contributions"])
+            num_outer += 1
+    assert slow.exchange.counted == (tokens, num_outer) and slow.exchange.entry == missing[0] - 1
+    for replica in (fast, slow):
+        replica.vanish()
 
 
 def test_a_replica_does_not_go_on_alone_in_a_directory_that_was_unmounted(tmp_path):

@@ -2,8 +2,8 @@
 
 from tests.rendezvous.cases import Log
 
-from diloco.rendezvous.archive import retirable
 from diloco.rendezvous.log.entries import Snapshot
+from diloco.rendezvous.log.index import retirable
 
 A, B, C = "a" * 64, "b" * 64, "c" * 64
 

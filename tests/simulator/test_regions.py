@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from diloco.errors import UserError
-from diloco.simulator.churn import expected, in_store
+from diloco.simulator.churn import expected, in_regions, in_store
 from diloco.simulator.fleet import FleetRun, Machines
-from diloco.simulator.regions import in_regions
 
 HOME = Machines(name="home", count=24, step_seconds=1.0, up_mbit_s=20, down_mbit_s=200, latency_seconds=0.04)
 RUN = FleetRun(machines=(HOME,), num_params=4e7, step_tokens=64, sync_every=40, num_fragments=2, overlap_steps=20)

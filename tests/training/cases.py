@@ -12,9 +12,9 @@ from diloco.models.decoder_config import DecoderConfig
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.recipes import tiny
 from diloco.training.config.resolve import resolve
+from diloco.training.loop import BegunStep, begin_step
 from diloco.training.optimizer import learning_rate
 from diloco.training.state import TrainState
-from diloco.training.step import BegunStep, begin_step
 from diloco.training.world import World, world_of
 
 

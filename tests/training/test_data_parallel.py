@@ -11,9 +11,9 @@ from diloco.engine.parameters import gathered
 from diloco.outer.digest import parameters_hash
 from diloco.training.config.config import OptimizerConfig, TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
+from diloco.training.loop import inner_step
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.state import TrainState, initial_state
-from diloco.training.step import inner_step
 from diloco.training.world import World, alone
 
 SAVED, LAST = 2, 4

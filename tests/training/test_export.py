@@ -9,14 +9,13 @@ import safetensors.torch
 import torch
 
 from diloco.data.config import DataConfig
-from diloco.data.hugging_face import hugging_face_json
 from diloco.data.prepare import resolve as resolve_data
 from diloco.data.tokenizers import SentencePieceTokenizer, load_tokenizer, train_bpe
 from diloco.errors import UserError
 from diloco.models.writer import Writer, generate
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolve
-from diloco.training.records.export import export_run
+from diloco.training.records.export import export_run, hugging_face_json
 from diloco.training.records.finished import run_parameters
 from diloco.training.records.runs import claim, read_config
 from diloco.training.records.summary import OUTER_FILE

@@ -36,12 +36,11 @@ from diloco.errors import ExchangeError
 from diloco.training.config.config import CheckpointConfig, EvaluationConfig
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolved
-from diloco.training.loop import train
+from diloco.training.loop import BegunStep, begin_step, train
 from diloco.training.prepare import prepare_run
 from diloco.training.records.metrics import StepMetrics
 from diloco.training.records.runs import read_config
 from diloco.training.state import TrainState
-from diloco.training.step import BegunStep, begin_step
 
 
 def test_a_run_leaves_its_files(streaming):

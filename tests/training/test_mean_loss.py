@@ -9,10 +9,10 @@ from tests.processes import run_replicas
 from tests.training.cases import begin, resolved, tokens_of, world_on_cpu
 
 from diloco.training.config.config import DilocoConfig, TrainConfig
+from diloco.training.loop import end_step
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.records.metrics import MeanLoss
 from diloco.training.state import TrainState, initial_state
-from diloco.training.step import end_step
 from diloco.training.world import World
 
 LAST = 16

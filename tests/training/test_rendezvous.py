@@ -46,7 +46,7 @@ from diloco.training.config.config import (
     TrainConfig,
 )
 from diloco.training.config.resolve import resolved
-from diloco.training.loop import train
+from diloco.training.loop import begin_step, train
 from diloco.training.prepare import prepare_run
 from diloco.training.processes import STORE
 from diloco.training.records.checkpoints import finished_steps
@@ -55,7 +55,6 @@ from diloco.training.records.metrics import metrics_file
 from diloco.training.records.store_runs import initial_parameters
 from diloco.training.records.summary import Summary, contributors
 from diloco.training.records.tail import ReplicaTail
-from diloco.training.step import begin_step
 
 STEPS = 48
 pytestmark = pytest.mark.slow

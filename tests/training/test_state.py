@@ -19,9 +19,9 @@ from diloco.engine.parameters import gathered
 from diloco.outer.digest import parameters_hash
 from diloco.schedule import Schedule
 from diloco.training.config.config import DilocoConfig, OptimizerConfig, TrainConfig
+from diloco.training.loop import inner_step
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.state import ElasticProgress, Standing, TrainState, initial_state
-from diloco.training.step import inner_step
 from diloco.training.world import World
 
 M = 2

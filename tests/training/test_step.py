@@ -12,8 +12,8 @@ from tests.training.cases import begin, rate, resolved, tokens_of
 from diloco.errors import TrainingError
 from diloco.training.config.config import OptimizerConfig
 from diloco.training.config.recipes import tiny
+from diloco.training.loop import inner_step
 from diloco.training.state import FixedProgress, Standing, initial_state
-from diloco.training.step import inner_step
 from diloco.training.world import alone
 
 # Far from the usual, so that each of them is seen in the parameters.

@@ -14,8 +14,8 @@ from tests.training.cases import begin, narrow, tokens_of, world_on_cpu
 from diloco.errors import TrainingError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.training.config.config import DilocoConfig, TrainConfig
+from diloco.training.loop import end_step
 from diloco.training.state import initial_state
-from diloco.training.step import end_step
 from diloco.training.world import alone
 
 TIMES = ("step_seconds", "blocked_seconds", "engine")

@@ -25,7 +25,7 @@ from diloco.schedule import Sync
 from diloco.training.config.config import TrainConfig
 from diloco.training.loop import train
 from diloco.training.processes import STORE
-from diloco.training.versions import RunPublisher
+from diloco.training.records.versions import RunPublisher
 
 
 class Net(nn.Module):
@@ -160,7 +160,7 @@ def test_files_that_can_not_be_read_end_the_run(tmp_path: Path, monkeypatch: pyt
     def files_of(config: object) -> dict[str, bytes]:
         raise UserError("the tokenizer is gone")
 
-    monkeypatch.setattr("diloco.training.versions.files_of", files_of)
+    monkeypatch.setattr("diloco.training.records.versions.files_of", files_of)
     engine = diloco.StreamingDiLoCo(Net(), sync_every=6, exchange=diloco.LoopbackExchange())
     publisher = publisher_of(engine, tmp_path / "place")
     assert publisher._thread is not None

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from diloco.cli._command import call, changes, flags
-from diloco.cli._explain import hinted
 from diloco.cli._grid import grid_progress, machines_of
+from diloco.cli._streams import hinted
 from diloco.data.config import DataConfig
 from diloco.data.prepare import BPE_TRAINING_BYTES
 from diloco.errors import UserError

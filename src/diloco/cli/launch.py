@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 import tyro
 
 from diloco.cli._command import asks_for_help, choose
-from diloco.cli._explain import hinted
+from diloco.cli._streams import hinted
 from diloco.errors import UserError
 from diloco.files import expanded
 from diloco.fleets.engine import EngineName

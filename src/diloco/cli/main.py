@@ -13,9 +13,8 @@ from pkgutil import iter_modules
 from typing import Any
 
 from diloco import cli
-from diloco.cli._explain import explained
 from diloco.cli._foreign import command
-from diloco.cli._streams import safe_streams
+from diloco.cli._streams import explained, safe_streams
 from diloco.errors import UserError, nearest
 from diloco.files import requiring
 from diloco.version import __version__

@@ -23,13 +23,12 @@ from diloco.report.terminal.tables import (
     utilization_json,
     wall_clock_json,
 )
-from diloco.simulator.churn import Glance, in_store
+from diloco.simulator.churn import Glance, in_regions, in_store
 from diloco.simulator.description import GBIT_S, MethodSettings, ModelSize, Stragglers, needed_gbit_s, replicas_of
 from diloco.simulator.fixed_members import WITH_MEMBERS, with_members
 from diloco.simulator.fleet import read_fleet
 from diloco.simulator.paper import PaperModel
 from diloco.simulator.physical import PhysicalModel
-from diloco.simulator.regions import in_regions
 from diloco.simulator.timeline import Interval, paper_timeline, physical_timeline
 from diloco.simulator.wall_clock import IdealizedRun, step_seconds
 from diloco.units import Amount, Rate, Rates

@@ -8,9 +8,9 @@ from typing import Annotated
 import tyro
 
 from diloco.cli._command import spelled
-from diloco.cli._explain import hinted
 from diloco.cli._grid import grid_progress, machines_of
 from diloco.cli._recipe import parsed_recipe
+from diloco.cli._streams import hinted
 from diloco.data.prepare import resolve as resolve_data
 from diloco.data.tokenizers import load_tokenizer
 from diloco.errors import UserError

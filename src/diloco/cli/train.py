@@ -12,9 +12,8 @@ from typing import Annotated
 import tyro
 
 from diloco.cli._command import asks_for_help, field_of, spelled
-from diloco.cli._explain import hinted
 from diloco.cli._recipe import changed, followed, law_lines, named_recipe
-from diloco.cli._streams import safe_streams
+from diloco.cli._streams import hinted, safe_streams
 from diloco.errors import UserError
 from diloco.training.config.config import TrainConfig, differences, with_value
 from diloco.training.config.recipes import RECIPES, recipe, with_hugging_face, with_model_at

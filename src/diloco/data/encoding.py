@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from diloco.data.config import DataConfig
+from diloco.data.corpora import reading_of, split_parts
 from diloco.data.readers import Document, Piece
 from diloco.data.shards import SPLITS, Split, token_dtype
-from diloco.data.splits import reading_of, split_parts
 from diloco.data.tokenizers import Tokenizer, load_tokenizer
 from diloco.errors import UserError
 from diloco.files import num_cores

@@ -96,7 +96,6 @@ class SlotSampler:
     """Key of the permutations, in [0, 2^64)."""
 
     def __post_init__(self) -> None:
-        """Refuse a split without windows."""
         if self.num_windows < 1:
             raise UserError(f"num_windows={self.num_windows} must be at least 1", "num_windows")
 

@@ -15,7 +15,7 @@ from diloco.engine.outer_state import ERROR, OUTER, SENT_THETA
 from diloco.engine.parameters import own_place
 from diloco.engine.replica import Replica
 from diloco.engine.settings import Settings
-from diloco.errors import DisagreementError, FileError, UserError
+from diloco.errors import DisagreementError, FileError, UserError, listed
 from diloco.exchange.transport import Transport, agree, share
 from diloco.outer.digest import parameters_hash
 from diloco.schedule import Sync
@@ -139,15 +139,12 @@ def _bare(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS).removeprefix("module.")
 
 
-def refuse_names(verb: Literal["has", "lacks"], names: Iterable[str], kind: str, most: int = 3) -> None:
+def refuse_names(verb: Literal["has", "lacks"], names: Iterable[str], kind: str) -> None:
     """Refuse a state that has names which it must not have, or lacks names; without names do nothing."""
     names = list(names)
     if names:
-        more = f" and {len(names) - most} more" if len(names) > most else ""
         which = "which the model does not have" if verb == "has" else "which the engine exchanges"
-        raise UserError(
-            f"the state {verb} {', '.join(names[:most])}{more} in {kind}, {which}: load a state of the same model"
-        )
+        raise UserError(f"the state {verb} {listed(names, 3)} in {kind}, {which}: load a state of the same model")
 
 
 def check_like(kind: str, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from diloco.engine.checkpoint import check_like, elastic_values_checked, refuse_names, tensors_checked
-from diloco.engine.guards import EqualGradients
 from diloco.engine.outer_state import ERROR, OUTER, SENT_THETA
 from diloco.engine.parameters import FragmentParameters
-from diloco.engine.replica import Membership, Replica
+from diloco.engine.replica import EqualGradients, Membership, Replica, lack_of
 from diloco.errors import DisagreementError, ExchangeError, UserError
 from diloco.exchange.transport import fail_together
 from diloco.outer.averages import decoded
@@ -96,6 +95,8 @@ class ElasticMembership(Membership):
         """This replica's offers without a decision, by fragment."""
         self._errors: dict[int, tuple[Tensor, int] | None] = {}
         """By fragment the error of error feedback that the offer leaves if it is counted, and its digest."""
+        self._given_up: dict[int, str] = {}
+        """By fragment the reason why its last offer was not counted."""
         self.rounds = [0] * num_fragments
         """Outer steps of each fragment that this replica has taken."""
         self._averaged = [0] * num_fragments
@@ -146,9 +147,12 @@ class ElasticMembership(Membership):
         """The fragments of which no outer step was taken."""
         return [p for p, num_taken in enumerate(self.rounds) if not num_taken]
 
-    def uncounted_fragments(self) -> Sequence[int]:
-        """The fragments with work that is in no payload on its way."""
-        return [p for p in range(len(self.rounds)) if self._has_uncounted(p)]
+    def uncounted_fragments(self) -> Mapping[int, str]:
+        """The fragments with work that is in no payload on its way, and why the last payload was not counted."""
+        unsent = "the run was closed before it was sent" if self._closed else "it was not sent"
+        remedy = "" if self._closed else ": finish(flush=True) sends it again"
+        fragments = filter(self._has_uncounted, range(len(self.rounds)))
+        return {p: self._given_up.get(p, unsent) + remedy for p in fragments}
 
     def base(self, p: int) -> int:
         """The digest of Θ_p, by which replicas compare it."""
@@ -278,6 +282,7 @@ class ElasticMembership(Membership):
             overlap=replica.settings.schedule.overlap(0),
         )
         self._losses.clear()
+        self._given_up.pop(p, None)
         self._errors[p] = None if flight.error_N is None else (flight.error_N, outer_digest(flight.error_N))
         payloads = tuple(payload.cpu() for payload in flight.payloads)
         self.joined.seat.offer(offer, payloads, values_N if self.form.keep_values else None)
@@ -468,6 +473,7 @@ class ElasticMembership(Membership):
 
     def _give_up(self, p: int) -> None:
         """Forget the own offer in flight; Θ − θ still holds its work."""
+        self._given_up[p] = self.joined.seat.refusal(self.in_flight[p])
         del self.in_flight[p], self._errors[p]
 
     def _catch_up(self) -> None:
@@ -510,6 +516,9 @@ class ElasticMembership(Membership):
                 raise
             # Nothing is wrong with this replica: the store can't be reached, and `leave` says what it has.
             self.joined.seat.close()
+        lost = {p: reason for p, reason in self.uncounted_fragments().items() if p in self._given_up}
+        if lost and not flush:  # the engine warns of all that a flush has not counted
+            _LOG.warning("%s", lack_of(lost))
         return tuple(merged)
 
     def _last(self, *, flush: bool, close: bool) -> Iterator[OuterStep]:

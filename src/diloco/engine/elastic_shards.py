@@ -12,21 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from diloco.engine.elastic import (
-    ElasticMembership,
-    accepted_of,
-    refusal_to_reset,
-    refuse_if_sent,
-    vectors_of,
-)
+from diloco.engine.elastic import ElasticMembership, accepted_of, refusal_to_reset, refuse_if_sent, vectors_of
 from diloco.engine.outer_state import ERROR, OUTER, OuterState
 from diloco.engine.parameters import FragmentParameters, Masters, is_sharded, joined, local, place_of
 from diloco.engine.replica import Membership, Replica, outer_state
 from diloco.engine.settings import Settings
 from diloco.errors import ExchangeError
-from diloco.exchange.group import TorchGroup
 from diloco.exchange.notices import first_sentence
-from diloco.exchange.process_group import Backend, Work, group_like, wait_for
+from diloco.exchange.process_group import Backend, TorchGroup, Work, group_like, wait_for
 from diloco.fragments import Fragment
 from diloco.outer.step import OuterStep
 from diloco.rendezvous.contract import Rendezvous

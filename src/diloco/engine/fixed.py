@@ -6,19 +6,20 @@ Shapes: N elements of one fragment that this process holds.
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from diloco.engine.checkpoint import agree_or_refuse, loadable
-from diloco.engine.guards import EqualGradients
-from diloco.engine.lanes import QueueLane, Start, here
 from diloco.engine.outer_state import ERROR, OUTER
 from diloco.engine.parameters import INITIAL
-from diloco.engine.replica import Flight, Membership, Replica
+from diloco.engine.replica import EqualGradients, Flight, Membership, Replica
 from diloco.errors import DisagreementError, ExchangeError, PayloadError, UserError
 from diloco.exchange.notices import in_thread
 from diloco.exchange.process_group import Answers
@@ -506,3 +507,52 @@ class FixedMembership(Membership):
             )
         # With nothing in flight nothing is left to merge, whatever another schedule would have sent.
         self.drained_step = accepted["drained_step"] if accepted["in_flight"] else replica.num_steps
+
+
+T = TypeVar("T")
+Start: TypeAlias = Callable[[Callable[[], Any]], "Future[Any]"]
+"""Starts work of the host, and returns the future of its result."""
+
+
+def here(work: Callable[[], T]) -> "Future[T]":
+    """Do the work in the training thread, and raise there.
+
+    >>> here(lambda: 1 + 1).result()
+    2
+    """
+    result: Future[T] = Future()
+    result.set_result(work())
+    return result
+
+
+class QueueLane:
+    """One daemon thread, which does the pieces of work in the order in which they were started.
+
+    >>> QueueLane().start(lambda: 1 + 1).result()
+    2
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def start(self, work: Callable[[], T]) -> "Future[T]":
+        """Queue the work for the thread."""
+        if self._thread is None:
+            self._thread = Thread(target=_fulfil_all, args=(self._queue,), name="diloco lane", daemon=True)
+            self._thread.start()
+        result: Future[T] = Future()
+        self._queue.put((result, work))
+        return result
+
+
+def _fulfil_all(queue: "SimpleQueue[tuple[Future[Any], Callable[[], Any]]]") -> None:
+    while True:
+        _fulfil(*queue.get())
+
+
+def _fulfil(result: "Future[T]", work: Callable[[], T]) -> None:
+    try:
+        result.set_result(work())
+    except BaseException as error:  # raised again where the training loop waits
+        result.set_exception(error)

@@ -6,7 +6,7 @@ one of n chunks along its first dimension. So the parts of all processes are the
 Process i of a replica exchanges its parts with process i of the others, and a merge ends with an all-gather among
 the n. For a replica of one process, the functions at the end return its plain tensors.
 
-Shapes: N elements of one fragment of which this process has the part.
+Shapes: N elements of one fragment of which this process has the part, K sampled ones.
 """
 
 import math
@@ -23,10 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from diloco.engine.guards import MergeWatch, sample
 from diloco.errors import UserError
-from diloco.exchange.group import TorchGroup
 from diloco.exchange.private_torch import dtensor_like, is_cut_again, timeout_seconds_of
+from diloco.exchange.process_group import TorchGroup
 from diloco.exchange.transport import Group, OneProcess
 from diloco.fragments import Fragment, block_spans
 from diloco.outer.digest import outer_digest_there, parameters_hash
@@ -36,7 +35,9 @@ from diloco.wire.kernels.memory import empty
 if TYPE_CHECKING:  # they take a second to import, and most replicas are one process
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+from dataclasses import dataclass
 
+from diloco.wire.kernels.memory import begin_to_host
 
 INITIAL = "initial parameters (SHA-256)"
 """The fact that proves the initial parameters equal."""
@@ -609,3 +610,108 @@ def reshard(model: nn.Module) -> None:
 def joined(tensors: Iterable[Tensor], out_N: Tensor | None = None) -> Tensor:
     """The local shards of tensors, one after the other, as one FP32 vector."""
     return torch.cat([local(tensor).reshape(-1).float() for tensor in tensors], out=out_N)
+
+
+_MIN_ELEMENTS = 16
+"""Fewest elements that are judged: fewer may return to where they were by chance."""
+
+
+@dataclass
+class _Merge:
+    """A merge to judge."""
+
+    step: int
+    """The inner step after which the merge was."""
+    resolution: float
+    """Smallest move, relative to the parameter, that is no rounding."""
+    samples: list[Tensor]
+    """The fragment's samples before and after the merge, and after each of the next two inner steps."""
+
+
+class MergeWatch:
+    """Notices an optimizer that overwrites merged parameters with weights of its own, which saw no merge.
+
+    With b before and a after a merge, c after the next inner step and d after the one that follows, an inner step
+    is about s = ‖d − c‖ long. An optimizer that started from a has gone ‖c − a‖ ≈ s, one that started beside b
+    ‖c − b‖ ≈ s. The merge counts as undone if ‖c − a‖ > 3 s, s / 3 < ‖c − b‖ < 10 s, and c is three times
+    nearer to b than to a, also in 85 % of the elements. K elements of a fragment are looked at, and of those the
+    half that the merge moved the most, each by more than the rounding of its dtype. Where these are few, or the
+    merge is no longer than three inner steps, nothing is concluded.
+    """
+
+    def __init__(self) -> None:
+        self.merges: dict[int, _Merge] = {}
+        """The merges to look at after the next two inner steps, by fragment."""
+        self._verdicts: list[tuple[int, int, Callable[[], Tensor]]] = []
+        """Fragment and step of each merge that was judged, and a function that reads whether it was undone."""
+
+    def merged(self, fragment: int, step: int, before_K: Tensor, shards: Sequence[Tensor]) -> None:
+        """Remember a merge, from the sample before it and this process's shards after it."""
+        if before_K.numel() >= 2 * _MIN_ELEMENTS:
+            resolution = 8 * max(torch.finfo(shard.dtype).eps for shard in shards)
+            self.merges[fragment] = _Merge(step, resolution, [before_K, sample(shards)])
+
+    def look(self, fragment: int, step: int, shards: Sequence[Tensor]) -> None:
+        """Look at a fragment after an inner step; the device need not be waited for."""
+        merge = self.merges[fragment]
+        if step != merge.step + len(merge.samples) - 1:  # another state was loaded
+            del self.merges[fragment]
+            return
+        merge.samples.append(sample(shards))
+        if len(merge.samples) == 4:
+            verdict = begin_to_host(_undone(merge.samples, merge.resolution))
+            self._verdicts.append((fragment, merge.step, verdict))
+            del self.merges[fragment]
+
+    def take(self, step: int) -> Callable[[], None]:
+        """A function that refuses to go on after an inner step if a merge that was judged so far was undone.
+
+        It waits for what a GPU has to do until then, and may be called by any thread.
+
+        Raises:
+            UserError: by that function, naming the fragment and the step of the merge.
+        """
+        verdicts, self._verdicts = self._verdicts, []
+
+        def check() -> None:
+            for fragment, merged, is_undone in verdicts:
+                if is_undone():
+                    raise UserError(
+                        f"step {step}: the merge of fragment {fragment} after step {merged} was undone by the "
+                        "next inner step: the optimizer keeps weights of its own and overwrote the merged "
+                        "parameters with them: give them to the engine as masters=, a tensor by parameter name or "
+                        "an adapter of diloco.integrations",
+                        "masters",
+                    )
+
+        return check
+
+
+def sample(shards: Sequence[Tensor]) -> Tensor:
+    """A copy of at most 64 elements, FP32 (K), spread over the four largest of the shards."""
+    largest = sorted(shards, key=Tensor.numel)[-4:]
+    strides = [max(1, -(-shard.numel() // 16)) for shard in largest]
+    parts = [shard.reshape(-1)[::stride].float() for shard, stride in zip(largest, strides, strict=True)]
+    return torch.cat(parts)
+
+
+def _undone(samples: Sequence[Tensor], resolution: float) -> Tensor:
+    """A bool on the samples' device: True if the inner step after a merge began where the merge had begun."""
+    before_K, after_K, next_K, last_K = samples
+    size_K = (after_K - before_K).abs()
+    is_large_K = (size_K >= size_K.median()) & (size_K > resolution * before_K.abs())
+    from_before_K, from_after_K, step_K = (
+        (end_K - start_K) * is_large_K
+        for start_K, end_K in ((before_K, next_K), (after_K, next_K), (next_K, last_K))
+    )
+    from_before, from_after, step = (torch.linalg.vector_norm(v) for v in (from_before_K, from_after_K, step_K))
+    is_nearer_K = is_large_K & (from_before_K.abs() < from_after_K.abs())
+    num_large, num_nearer = is_large_K.sum(), is_nearer_K.sum()
+    return (
+        (num_large >= _MIN_ELEMENTS)
+        & (num_nearer >= 0.85 * num_large)
+        & (3 * from_before < from_after)
+        & (3 * step < from_after)
+        & (3 * from_before > step)
+        & (from_before < 10 * step)
+    )

@@ -1,5 +1,8 @@
 """A replica: θ, Θ, and what it does with them alone: outer gradients, outer steps and merges.
 
+On a GPU, whose work runs in the order of a stream, outer gradients are encoded, copied, decoded and merged on a
+lane: a stream beside that of training.
+
 Shapes: N elements of one fragment that this process holds.
 """
 
@@ -10,12 +13,12 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from itertools import combinations
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from diloco.engine.lanes import DeviceLane
 from diloco.engine.outer_state import ERROR, OUTER, SENT_THETA, OuterState
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.settings import COUNTERS, Settings
@@ -28,8 +31,85 @@ from diloco.outer.merge import MergeRule, Mixing, Past
 from diloco.outer.rule import FragmentState
 from diloco.outer.step import SHIFT, OuterStep, Samples, merge_in_place, sampled, take_outer_step
 from diloco.schedule import Sync
-from diloco.wire.kernels.memory import begin_to_host, empty
+from diloco.wire.formats import HEADER_BYTES
+from diloco.wire.kernels.memory import begin_to_host, empty, has_streams, mark, pinned_copy
 from diloco.wire.payload import Codec, Key, Unsealed, non_finite
+
+T = TypeVar("T")
+
+
+class DeviceLane:
+    """The queue for work on the parameters' device: here that of training; a CPU works at once."""
+
+    is_apart = False
+    """True if the work is done later than it is queued, and the host must wait before it reads results."""
+
+    def queue(self, work: Callable[[], T], *, after_training: bool = True) -> T:
+        """Call a function that queues work; its result's tensors may be written later.
+
+        Args:
+            work: called now; its work begins after what was queued here earlier.
+            after_training: begin after what training has queued so far, too.
+        """
+        return work()
+
+    def join(self) -> None:
+        """Let what training queues from now on begin after what was queued here."""
+
+    def mark(self) -> Callable[[], None]:
+        """A function by which any thread of the host waits for what was queued here so far."""
+        return lambda: None  # reading a result waits by itself
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """The tensor where the host can read it after a wait; called in queued work."""
+        return tensor
+
+
+class WaitingLane(DeviceLane):
+    """A GPU without streams, such as Apple's: training waits for the copies to the host."""
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy in the host's memory."""
+        return tensor.cpu()
+
+
+class StreamLane(DeviceLane):
+    """A stream beside that of training, on a GPU."""
+
+    is_apart = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+
+    def queue(self, work: Callable[[], T], *, after_training: bool = True) -> T:
+        """Call the function with the stream as the current one."""
+        if after_training:
+            self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            return work()
+
+    def join(self) -> None:
+        """Let the current stream wait."""
+        self._module.current_stream(self._device).wait_stream(self._stream)
+
+    def mark(self) -> Callable[[], None]:
+        """The wait for an event of the stream."""
+        return mark(self._device, self._stream)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy in pinned memory."""
+        return pinned_copy(tensor)
+
+
+def device_lane(device: torch.device, sent_from: torch.device) -> DeviceLane:
+    """The lane of a device, and of the memory that payloads are sent from.
+
+    Payloads that are sent from a GPU's own memory are sent in order, by the training loop: it waits for them.
+    """
+    if device.type == "cpu" or sent_from.type != "cpu":
+        return DeviceLane()
+    return StreamLane(device) if has_streams(device) else WaitingLane()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -141,11 +221,7 @@ class Record:
 
 
 _SAMPLED = 1 << 14
-
-
 _NO_WAIT_SECONDS = 1e-3
-
-
 _NO_WAIT_SHARE = 0.05  # of an exchange's time: less may be the scheduler's delay, not the network's
 
 
@@ -447,6 +523,12 @@ def outer_state(settings: Settings, parameters: FragmentParameters, *, offload: 
     )
 
 
+def lack_of(uncounted: Mapping[int, str]) -> str:
+    """A sentence on `Membership.uncounted_fragments`."""
+    fragments = ", ".join(f"fragment {p} ({reason})" for p, reason in uncounted.items())
+    return f"the outer parameters lack this replica's last work on {fragments}"
+
+
 class Membership(ABC):
     """This replica among the others."""
 
@@ -472,9 +554,9 @@ class Membership(ABC):
     def initial_fragments(self) -> Sequence[int]:
         """The fragments whose Θ is the initial one, as far as this replica knows."""
 
-    def uncounted_fragments(self) -> Sequence[int]:
-        """The fragments with work that no outer step has counted, nor will count, as far as this process knows."""
-        return ()
+    def uncounted_fragments(self) -> Mapping[int, str]:
+        """The fragments with work that no outer step has counted, nor will count, and why, as far as is known."""
+        return {}
 
     @abstractmethod
     def fail_together(self) -> AbstractContextManager[None]:
@@ -516,3 +598,76 @@ class Membership(ABC):
     @abstractmethod
     def load(self, accepted: Mapping[str, Any]) -> None:
         """Take up a state."""
+
+
+_MIN_BODY_BYTES = 64
+"""Length of the shortest payload that is compared."""
+
+
+class EqualGradients:
+    """Notices two replicas whose outer gradients are equal in all fragments: independent training makes none.
+
+    In one fragment they may be equal without that, where it has no gradients and the weights decay. Payloads too
+    short to judge prove nothing, nor do those of zeros. With reduce_scatter a replica judges by its own shares.
+
+    Args:
+        num_fragments: P.
+    """
+
+    def __init__(self, num_fragments: int) -> None:
+        self._pairs: list[Mapping[tuple[int, int], bool] | None] = [None] * num_fragments
+        self._short: set[int] = set()
+
+    def look(
+        self,
+        fragment: int,
+        received: Mapping[int, Tensor],
+        reduction: Reduction,
+        num_elements: int,
+        key: Key,
+        cohort: Cohort,
+    ) -> list[tuple[int, int]]:
+        """The pairs of members whose newest outer gradients of all fragments are equal to the last bit.
+
+        Args:
+            fragment: the one that has come.
+            received: a payload of every member.
+            reduction: how the payloads were encoded.
+            num_elements: N.
+            key: of this replica's payloads.
+            cohort: the members.
+        """
+        if received[key.replica].numel() < HEADER_BYTES + _MIN_BODY_BYTES:
+            self._short.add(fragment)
+        self._pairs[fragment] = pairs = {}
+        for members in _equal(received):
+            zeros_N = torch.zeros(num_elements, dtype=torch.float32, device=received[key.replica].device)
+            of_zeros = reduction.addressed(reduction.encode(zeros_N, key, cohort), cohort)[key.replica]
+            is_zero = torch.equal(of_zeros[HEADER_BYTES:], received[members[0]][HEADER_BYTES:])
+            pairs |= dict.fromkeys(combinations(members, 2), is_zero)
+        judged = [pairs for p, pairs in enumerate(self._pairs) if p not in self._short]
+        return [
+            pair
+            for pair in pairs
+            if all(each is not None and pair in each for each in judged)
+            and not all(each[pair] for each in judged if each is not None)
+        ]
+
+
+def _equal(received: Mapping[int, Tensor]) -> list[list[int]]:
+    """The groups of two and more members whose payloads have the same body."""
+    groups: list[list[int]] = []
+    for member, payload in sorted(received.items()):
+        for group in groups:
+            first = received[group[0]]
+            if all(torch.equal(first[part], payload[part]) for part in (_BEGINNING, _BODY)):
+                group.append(member)
+                break
+        else:
+            groups.append([member])
+    return [group for group in groups if len(group) > 1]
+
+
+_BODY = slice(HEADER_BYTES, None)
+_BEGINNING = slice(HEADER_BYTES, HEADER_BYTES + _MIN_BODY_BYTES)
+"""Compared first: it differs nearly always."""

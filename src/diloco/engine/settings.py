@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from diloco.auto import AUTO, NO_AUTO_IN_A_STORE, chosen
 from diloco.engine.outer_state import SENT_THETA
 from diloco.engine.parameters import is_sharded, local
 from diloco.errors import UserError, nearest, setting
@@ -28,6 +27,7 @@ from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import RULE, OuterRule
 from diloco.outer.rules import merge_rule, outer_rule
 from diloco.outer.torch_optimizer import rule_of_optimizer
+from diloco.presets import AUTO, NO_AUTO_IN_A_STORE, chosen
 from diloco.rendezvous.contract import Rendezvous, is_rendezvous
 from diloco.schedule import Schedule
 from diloco.wire import codec
@@ -458,8 +458,8 @@ def check_model(model: nn.Module, exchange: Transport | None) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise UserError(
-                f"{name} has no shape yet, since its lazy module has seen no input: call the model once on a batch, "
-                "then build the optimizer and the engine",
+                f"{name} has no shape yet, since its lazy module has seen no input: call the model once on a "
+                "batch, then build the optimizer and the engine",
                 "model",
             )
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -1,6 +1,6 @@
 """StreamingDiLoCo: Algorithm 1 of arXiv 2501.18512 around a torch model and an inner optimizer.
 
-Shapes: N elements of one fragment.
+Shapes: N elements of one fragment, B of all buffers.
 """
 
 import atexit
@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, SupportsFloat, SupportsIndex, cast
@@ -22,27 +22,25 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from diloco.auto import warning_of_frequent
-from diloco.engine.attach import Attachment, check_trains, trained_by
-from diloco.engine.buffers import Buffers
 from diloco.engine.checkpoint import FORMAT
 from diloco.engine.fixed import FixedMembership
-from diloco.engine.lanes import device_lane
+from diloco.engine.hooks import Attachment, ModelLoads, check_trains, trained_by
 from diloco.engine.outer_state import OUTER
-from diloco.engine.parameters import FragmentParameters, Masters, gathered, is_sharded
-from diloco.engine.replica import Membership, Replica, outer_state
+from diloco.engine.parameters import FragmentParameters, Masters, gathered, is_sharded, local
+from diloco.engine.replica import Membership, Replica, device_lane, lack_of, outer_state
 from diloco.engine.settings import Settings, check_exchange, check_model, check_type, settings_of
-from diloco.errors import DilocoError, ExchangeError, UserError
+from diloco.errors import DilocoError, ExchangeError, UserError, listed
 from diloco.exchange.private_torch import changes_of
 from diloco.exchange.process_group import ProcessGroupExchange
-from diloco.exchange.transport import Abortable, Transport, fail_together
+from diloco.exchange.transport import Abortable, Transport, agree, fail_together, share, swap
 from diloco.fragments import Fragment
 from diloco.outer.cohort import Weights
-from diloco.outer.digest import parameters_hash
+from diloco.outer.digest import outer_digest, parameters_hash
 from diloco.outer.merge import MergeRule, Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import OuterRule
 from diloco.outer.step import OuterStep, cosine_of, products_of
+from diloco.presets import warning_of_frequent
 from diloco.rendezvous.contract import Rendezvous
 from diloco.schedule import Schedule, schedule_of
 from diloco.wire.kernels.memory import begin_to_host
@@ -85,88 +83,77 @@ def _membership(
     return ElasticMembership(Replica(settings, parameters, state), rendezvous)
 
 
-class ModelLoads:
-    """Notices calls of `load_state_dict` of the model, its parts or what wraps it.
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-    A call is right if the engine loads its own state before the next inner step, too, or if it changes nothing.
+
+class Buffers:
+    """The persistent floating-point buffers of a model, such as the running statistics of BatchNorm.
+
+    Caches, which are no part of the model's state, and sparse tensors are left out.
 
     Args:
-        model: whose parameters the engine exchanges; it does not keep this object alive.
-        replica: the engine's.
+        model: the replica's copy, as it begins.
     """
 
-    def __init__(self, model: nn.Module, replica: Replica) -> None:
-        self.pending: Literal["loaded", "excused"] | None = None
-        """The reason to call `check`; while loads are excused, those until the next inner step are right."""
-        self._replica = replica
-        names = (name for fragment in replica.settings.fragments for name in fragment.parameters)
-        owners = {name.rpartition(".")[0] for name in names}
-        hook = _Hook(weakref.ref(self))
-        handles = [model.get_submodule(owner).register_load_state_dict_post_hook(hook) for owner in owners]
-        weakref.finalize(self, _remove, handles).atexit = False
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = model.state_dict().keys() & dict(model.named_buffers()).keys()
+        self.begin()
 
-    def notice(self) -> None:
-        """Remember that parameters were loaded."""
-        self.pending = self.pending or "loaded"
+    def begin(self) -> None:
+        """Remember the present buffers, such as after a load, as those with which training begins."""
+        self._digests = self._digests_now()
 
-    def accept(self, *, until_next_step: bool = False) -> None:
-        """Accept the parameters loaded so far; with `until_next_step`, those loaded before the next step, too."""
-        self.pending = "excused" if until_next_step else None
+    def _named(self) -> dict[str, Tensor]:
+        named = {name: buffer for name, buffer in self._model.named_buffers() if name in self._names}
+        return {
+            name: local(buffer)
+            for name, buffer in named.items()
+            if buffer.layout is torch.strided and buffer.dtype in _DTYPES
+            if not (buffer.is_meta or buffer.is_nested)
+        }
 
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """A context after which the parameters have their values from before."""
-        before = self.pending
-        try:
-            yield
-        finally:
-            self.pending = before
+    def _digests_now(self) -> dict[str, int]:
+        return {name: outer_digest(_as_fp32(buffer.reshape(-1))) for name, buffer in self._named().items()}
 
-    def check(self) -> None:
-        """Refuse to go on with parameters that were loaded and are not Θ; every shard must call it.
+    def changed(self) -> list[str]:
+        """The names of those that have changed since the beginning."""
+        return [name for name, digest in self._digests_now().items() if self._digests.get(name) != digest]
+
+    def warn(self, remedy: str) -> None:
+        """Name those that training has changed; the warning points to the caller of `step`."""
+        if names := self.changed():
+            warnings.warn(
+                f"training changes buffers, which are not exchanged: {listed(names, 3)} stay each "
+                f"replica's own, and the outer parameters are evaluated with them: {remedy}",
+                stacklevel=4,
+            )
+
+    def average(self, transport: Transport) -> None:
+        """Average the buffers that have changed on any replica; all replicas get the same bits.
 
         Raises:
-            UserError: saying how to load them.
+            ExchangeError: if a replica sends none.
+            DisagreementError: if the replicas have different buffers.
         """
-        if self.pending == "loaded":
-            replica = self._replica
-            with replica.fail_together():
-                replica.parameters.check_still_the_models(range(replica.state.num_fragments))
-                if not self._is_outer():
-                    raise UserError(
-                        "parameters were loaded into the model after the engine had taken its outer parameters: "
-                        "build the engine after model.load_state_dict, load the engine's own state after it, or "
-                        "call engine.reset_outer() where all replicas have loaded the same; to evaluate other "
-                        "parameters, load them in engine.outer_parameters_applied(), which puts the model's own "
-                        "back"
-                    )
-        self.accept()
-
-    def _is_outer(self) -> bool:
-        """True if θ = Θ, bit for bit."""
-        parameters, home = self._replica.parameters, self._replica.state.at_home(OUTER)
-        # All of them, even after one that is not: the shards of a replica go through the fragments together.
-        equal = [torch.equal(parameters.flat(p).to(outer_N.device), outer_N) for p, outer_N in enumerate(home)]
-        return all(equal)
+        shapes = {f"the shape of buffer {name}": list(buffer.shape) for name, buffer in self._named().items()}
+        agree(transport, shapes, remedies=dict.fromkeys(shapes, "leave buffers='average' out"))
+        names = {name for changed in share(transport, self.changed(), list[str]) for name in changed}
+        buffers = [buffer for name, buffer in self._named().items() if name in names]
+        if not buffers:
+            return
+        own_B = torch.cat([buffer.reshape(-1).to("cpu", torch.float64) for buffer in buffers])
+        sent = swap(transport, own_B.numpy().tobytes())
+        total_B = torch.zeros_like(own_B)
+        for message in sent:  # in the order of the replicas
+            total_B += torch.frombuffer(bytearray(message), dtype=torch.float64)
+        for buffer, part_B in zip(buffers, (total_B / len(sent)).split([b.numel() for b in buffers]), strict=True):
+            buffer.copy_(part_B.view(buffer.shape))
 
 
-class _Hook:
-    """A hook on a module that keeps no engine alive; in a copy of the module, pickled or not, it does nothing."""
-
-    def __init__(self, loads: Callable[[], ModelLoads | None] = lambda: None) -> None:
-        self._loads = loads
-
-    def __call__(self, module: nn.Module, incompatible_keys: object) -> None:
-        if (loads := self._loads()) is not None:
-            loads.notice()
-
-    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
-        return _Hook, ()
-
-
-def _remove(handles: Iterable[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+def _as_fp32(values: Tensor) -> Tensor:
+    """The values as FP32, and an FP64 value as two of them, so that different buffers stay different."""
+    return values.contiguous().view(torch.float32) if values.dtype == torch.float64 else values.float()
 
 
 class StreamingDiLoCo:
@@ -566,13 +553,8 @@ class StreamingDiLoCo:
 
     def _warn_of_uncounted(self) -> None:
         """Warn of fragments whose last work no outer step has counted; it points to the caller of `finish`."""
-        if fragments := self._membership.uncounted_fragments():
-            warnings.warn(
-                f"the outer parameters lack this replica's last work on fragments {[*fragments]}: its payloads "
-                "were more than max_stale outer steps late, or left out for their norms; call finish(flush=True) "
-                "again",
-                stacklevel=3,
-            )
+        if uncounted := self._membership.uncounted_fragments():
+            warnings.warn(lack_of(uncounted), stacklevel=3)
 
     def _nothing_is_lost(self) -> None:
         """Note that this engine may end after this step: it has finished, or its state was saved or loaded."""

@@ -6,6 +6,7 @@ import os
 import socket
 from datetime import timedelta
 from functools import cache, partial
+from typing import cast
 
 import torch.distributed as dist
 
@@ -138,12 +139,13 @@ class _InTheClear:
         store, seconds = dist.PrefixStore(name, self.store), self._timeout_seconds + _SECONDS_FOR_GLOOS_ERROR
         plural = "replicas" if member == "replica" else "processes"
         try:
-            return within(seconds, gloo_backend, store, rank, size, self._address, self._timeout_seconds)
+            made = within(seconds, gloo_backend, store, rank, size, self._address, self._timeout_seconds)
         except (RuntimeError, TimeoutError) as error:
             raise ExchangeError(
                 f"{name}: the {plural} could not be connected ({first_sentence(error)}): one of them has ended, "
                 "stands still, or can't be reached from this machine"
             ) from None
+        return cast(Backend, made)
 
     def close(self) -> None:
         """Do nothing: gloo closes the backends that nobody uses."""

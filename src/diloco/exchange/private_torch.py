@@ -5,18 +5,16 @@ Tests say which versions of torch have them: tests/exchange/test_private_torch.p
 
 from copy import copy
 from datetime import timedelta
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
-
-from diloco.exchange.process_group import Backend
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement  # takes a second to import
 
 
-def gloo_backend(store: dist.Store, rank: int, size: int, address: str, timeout_seconds: float) -> Backend:
+def gloo_backend(store: dist.Store, rank: int, size: int, address: str, timeout_seconds: float) -> object:
     """A backend of gloo of which torch.distributed knows nothing, on the network interface of an address.
 
     A public constructor of `ProcessGroupGloo` chooses the interface by the host's name.
@@ -24,7 +22,7 @@ def gloo_backend(store: dist.Store, rank: int, size: int, address: str, timeout_
     options = dist.ProcessGroupGloo._Options()  # pyrefly: ignore[missing-attribute]
     options._timeout = timedelta(seconds=timeout_seconds)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return cast(Backend, dist.ProcessGroupGloo(store, rank, size, options))  # whose stub has neither send nor recv
+    return dist.ProcessGroupGloo(store, rank, size, options)  # whose stub has neither send nor recv
 
 
 def timeout_seconds_of(group: dist.ProcessGroup) -> float:

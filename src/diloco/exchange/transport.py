@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import DisagreementError, ExchangeError
+from diloco.schema import shown
 
 
 class Channel(IntEnum):
@@ -257,7 +258,7 @@ def agree(
     # The values are long: they travel only when they are needed.
     everyones = share(transport, facts, dict[str, Any])
     for name in dict.fromkeys(name for facts in everyones for name in facts):
-        values = [_short(facts[name]) if name in facts else "nothing of the kind" for facts in everyones]
+        values = [shown(facts[name]) if name in facts else "nothing of the kind" for facts in everyones]
         for replica, theirs in enumerate(everyones):
             if (name in theirs, theirs.get(name)) != (name in everyones[0], everyones[0].get(name)):
                 raise DisagreementError(
@@ -342,11 +343,6 @@ def swap(transport: Transport, message: bytes) -> list[bytes]:
     return [received[replica].cpu().numpy().tobytes() for replica in range(transport.num_replicas)]
 
 
-def _short(value: object, most: int = 200) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= most else f"{text[:most]}…"
-
-
 def wait_for_all(
     missing: Callable[[], str], *, begin: float, seconds: float, where: str = "", remedy: str
 ) -> None:
@@ -370,7 +366,7 @@ def wait_for_all(
         waited = time.monotonic() - begin
         if waited > seconds:
             raise ExchangeError(f"{names} did not arrive{where} within {seconds:g} s: {remedy}")
-        silence = SECONDS_OF_SILENCE if names != last_names else _SECONDS_BETWEEN_LINES
+        silence = SECONDS_OF_SILENCE if names != last_names else SECONDS_BETWEEN_LINES
         if is_logged and waited > last_log + silence:
             _LOG.warning("waiting for %s%s, up to %.0f s more …", names, where, seconds - waited)
             last_names, last_log = names, waited
@@ -379,7 +375,8 @@ def wait_for_all(
 
 SECONDS_OF_SILENCE = 3.0
 """Time after which a wait for others is logged."""
-_SECONDS_BETWEEN_LINES = 60.0
+SECONDS_BETWEEN_LINES = 60.0
+"""Time after which the same wait is logged again."""
 _SECONDS_TO_LOOK_AGAIN = 0.001
 """Time after the first look: processes that one launcher has started arrive together."""
 _SECONDS_BETWEEN_LOOKS = 0.05

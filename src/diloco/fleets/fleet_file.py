@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import msgspec
 
 from diloco.errors import UserError
-from diloco.schema import Name, converted
-from diloco.simulator.fleet import FleetRun, Machines, fleet_values
+from diloco.schema import Name, converted, read_toml
+from diloco.simulator.fleet import FleetRun, Machines
 
 Table = Mapping[str, Any]
 
@@ -145,7 +145,6 @@ class Program:
     """Address of the Ray cluster."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no single program."""
         words = self.words
         if not words or {"&", "&&", "|", "||", ";"} & {*words} or any(word.endswith(";") for word in words):
             raise UserError(
@@ -215,7 +214,6 @@ class Fleet:
     """The machines by kind."""
 
     def __post_init__(self) -> None:
-        """Refuse a fleet that can't work."""
         names = [kind.name for kind in self.machines]
         if not names:
             raise UserError("the fleet has no machines", "machines")
@@ -300,7 +298,7 @@ def read_launch(path: Path) -> Fleet:
     Raises:
         FileError: if it is no such file, naming what is wrong.
     """
-    values = fleet_values(path)
+    values = read_toml(path)
     if "launch" not in values:
         raise UserError(f"{path} says how fast machines are, and not what they run: add [launch] with command = …")
     kinds = values.get("machines")

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import combinations, product
 
-from diloco.auto import chosen
 from diloco.errors import UserError
 from diloco.fleets.estimates import (
     Forecast,
@@ -31,7 +30,7 @@ from diloco.fleets.estimates import (
     simulated,
     store_overlap,
 )
-from diloco.presets import PRESETS, Method
+from diloco.presets import PRESETS, Method, chosen
 from diloco.rendezvous.prices import Prices, PriceTable
 from diloco.scaling.hyperparameters import hyperparameters
 from diloco.scaling.laws import TOKENS_PER_PARAM
@@ -75,7 +74,6 @@ class FleetTask:
     """Fewest outer steps of a fragment."""
 
     def __post_init__(self) -> None:
-        """Refuse limits out of range."""
         for name in ("budget_dollars", "deadline_hours"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} must be above 0, not {getattr(self, name)}", name)

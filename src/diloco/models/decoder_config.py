@@ -24,7 +24,6 @@ class DecoderConfig(ModelConfig):
     """Attention heads; must divide the width into an even number of elements per head."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that make no decoder."""
         super().__post_init__()
         self._check_at_least("num_heads", 1)
         if self.width % (2 * self.num_heads):

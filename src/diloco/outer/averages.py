@@ -17,7 +17,7 @@ from diloco.errors import DisagreementError, ExchangeError, PayloadError, UserEr
 from diloco.outer.cohort import Cohort
 from diloco.wire import codec
 from diloco.wire.formats import VERY_LONG
-from diloco.wire.kernels.memory import empty
+from diloco.wire.kernels.memory import empty, empty_like
 from diloco.wire.payload import Codec, Key, base_of
 
 
@@ -35,7 +35,8 @@ class Average(NamedTuple):
     def divided(self) -> Tensor:
         """Δ_p, flat FP32 (N), with the same bits on every device."""
         # Not by a Python number: CUDA would multiply by its reciprocal, which rounds differently.
-        return self.total_N / torch.full((), self.weight, dtype=torch.float32, device=self.total_N.device)
+        weight = torch.full((), self.weight, dtype=torch.float32, device=self.total_N.device)
+        return torch.div(self.total_N, weight, out=empty_like(self.total_N))
 
 
 @dataclass(frozen=True)

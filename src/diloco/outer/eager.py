@@ -13,6 +13,7 @@ from diloco.outer.cohort import Cohort
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState
 from diloco.schedule import Sync
+from diloco.wire.kernels.memory import elements_at_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,10 @@ class Eager(Nesterov):
 
     def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
         """Take the others' part."""
-        others_N = average.divided().sub_(fragment.use("own"))
-        fragment.use("velocity").add_(others_N)
-        fragment.use("outer").sub_(self.rate(sync) * (others_N + self.momentum * others_N))
+        lr = self.rate(sync)
+        vectors = *map(fragment.use, ("outer", *self.slots)), average.total_N
+        pieces = (vector_N.split(elements_at_once(vector_N.device)) for vector_N in vectors)
+        for outer_n, velocity_n, own_n, total_n in zip(*pieces, strict=True):
+            others_n = Average(total_n, average.weight).divided().sub_(own_n)
+            velocity_n.add_(others_n)
+            outer_n.sub_(lr * (others_n + self.momentum * others_n))

@@ -74,7 +74,6 @@ class Mixing(MergeRule):
     """α, the part of its own parameters that a replica keeps; 0 keeps nothing."""
 
     def __post_init__(self) -> None:
-        """Refuse an α outside 0 … 1."""
         if not 0 <= self.alpha <= 1:
             raise UserError(f"mixing must lie between 0 and 1, not {self.alpha}", "mixing")
 
@@ -121,7 +120,6 @@ class Taylor(MergeRule):
     needs_sent = True
 
     def __post_init__(self) -> None:
-        """Refuse a λ below 0."""
         if not 0 <= self.strength < math.inf:
             raise UserError(f"strength must be at least 0 and finite, not {self.strength}", "mixing")
 

@@ -57,7 +57,6 @@ class Nesterov(OuterRule):
     slots = ("velocity",)
 
     def __post_init__(self) -> None:
-        """Refuse an lr or a momentum that is no number, or out of range."""
         for name in ("lr", "momentum"):
             if not isinstance(number := getattr(self, name), (Real, Tensor)):
                 raise UserError(f"{name}={number!r} must be a number", name)
@@ -95,6 +94,10 @@ class Nesterov(OuterRule):
             return None
         return self.lr * (1 + self.momentum / (1 - self.momentum * rho))
 
+    def averaged(self, fragment: FragmentState, average: Average, cohort: Cohort) -> Average:
+        """The Δ of the step: the average, or a subclass's own, for which it may overwrite the total."""
+        return average
+
     def step(self, outer_N: FlatFP32, velocity_N: FlatFP32, delta_N: FlatFP32) -> tuple[FlatFP32, FlatFP32]:
         """The new Θ and v, FP32, from the averaged outer gradient Δ; nothing is changed in place."""
         velocity_N = self.momentum * velocity_N + delta_N
@@ -102,7 +105,7 @@ class Nesterov(OuterRule):
 
     def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
         """Take the outer step."""
-        now = self.begin(fragment, sync, cohort)
+        now, average = self.begin(fragment, sync, cohort), self.averaged(fragment, average, cohort)
         vectors = fragment.use("outer"), fragment.use("velocity"), average.total_N
         most = elements_at_once(average.total_N.device)
         for outer_n, velocity_n, total_n in zip(*(v.split(most) for v in vectors), strict=True):
@@ -128,7 +131,6 @@ class DelayedNesterov(Nesterov):
     slots = ("velocity", "buffer")
 
     def __post_init__(self) -> None:
-        """Refuse a delay and an activation that are out of range."""
         super().__post_init__()
         if self.delay < 1:
             raise UserError(f"delay={self.delay} must be at least 1", "delay")

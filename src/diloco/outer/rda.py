@@ -13,8 +13,7 @@ from diloco.outer.averages import Average, weigh_in
 from diloco.outer.cohort import Cohort
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState, Span
-from diloco.schedule import Sync
-from diloco.wire.kernels.memory import elements_at_once
+from diloco.wire.kernels.memory import elements_at_once, empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +33,15 @@ class RDA(Nesterov):
     def gain(self, rho: float) -> None:
         """None: a step is no multiple of Δ and those before."""
 
-    def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
-        """Make D in the place of the total, and take the outer step."""
+    def averaged(self, fragment: FragmentState, average: Average, cohort: Cohort) -> Average:
+        """D, in the place of the total."""
         directed = [span for name, span in fragment.spans.items() if self._is_directed(name, span)]
         plain = [span for name, span in fragment.spans.items() if not self._is_directed(name, span)]
         for total_n in _pieces(average.total_N, plain):
             total_n.copy_(Average(total_n, average.weight).divided())
         if directed:
             self._direct(fragment, average, cohort, directed)
-        super().on_average(fragment, Average(average.total_N, 1.0), sync, cohort)
+        return Average(average.total_N, 1.0)
 
     def _is_directed(self, name: str, span: Span) -> bool:
         return len(span.shape) > 1 and not any(word in name for word in self.plain)
@@ -73,7 +72,9 @@ def _pieces(flat_N: Tensor, spans: Sequence[Span]) -> Iterator[Tensor]:
 
 def _squares(flat_N: Tensor, spans: Sequence[Span]) -> Tensor:
     """‖x‖² of each parameter (K), of this process's part."""
-    return torch.stack([_sum_by_halves(span.of(flat_N).square()) for span in spans])
+    squares_n = empty(max(span.of(flat_N).numel() for span in spans), flat_N.dtype, flat_N.device)
+    vectors = [span.of(flat_N) for span in spans]
+    return torch.stack([_sum_by_halves(torch.mul(x_n, x_n, out=squares_n[: x_n.numel()])) for x_n in vectors])
 
 
 def _sum_by_halves(values_n: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from diloco.outer.merge import MergeRule, Mixing, Past
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState, OuterRule
 from diloco.schedule import Sync
-from diloco.wire.kernels.memory import begin_to_host, elements_at_once
+from diloco.wire.kernels.memory import begin_to_host, elements_at_once, empty_like
 from diloco.wire.kernels.native import OUTER_STEPS, Native, native
 
 
@@ -45,9 +46,8 @@ def take_outer_step(
         cohort: the replicas whose outer gradients were averaged.
         past: what the merge rule reads besides Θ before the outer step.
     """
-    # A subclass may compute something else than native.c.
-    if type(rule) is Nesterov and type(merge_rule) is Mixing and (fast := _native(parameters)) is not None:
-        rule = rule.begin(fragment, sync, cohort)
+    if _is_nesterov(rule) and type(merge_rule) is Mixing and (fast := _native(parameters)) is not None:
+        rule, average = rule.begin(fragment, sync, cohort), rule.averaged(fragment, average, cohort)
         scalars = (average.weight, rule.lr, rule.momentum, merge_rule.alpha, 1 - merge_rule.alpha)
         sizes = [theta.numel() for theta in parameters]
         vectors = fragment.use("outer"), fragment.use("velocity"), average.total_N
@@ -57,9 +57,17 @@ def take_outer_step(
         torch.autograd.graph.increment_version(parameters)
         return
     if merge_rule.needs_previous:
-        past = replace(past, outer_N=fragment.use("outer").clone())
+        outer_N = fragment.use("outer")
+        past = replace(past, outer_N=empty_like(outer_N).copy_(outer_N))
     rule.on_average(fragment, average, sync, cohort)
     merge_in_place(parameters, fragment.use("outer"), merge_rule, past)
+
+
+def _is_nesterov(rule: OuterRule) -> TypeGuard[Nesterov]:
+    """True unless a subclass computes something else than native.c."""
+    if not isinstance(rule, Nesterov):
+        return False
+    return (type(rule).on_average, type(rule).step) == (Nesterov.on_average, Nesterov.step)
 
 
 class _Shift(OuterRule):
@@ -94,15 +102,20 @@ def merge_in_place(parameters: Sequence[Tensor], outer_N: Tensor, merge_rule: Me
 
 
 def _groups(parameters: Sequence[Tensor], most: int) -> Iterator[tuple[list[Tensor], slice]]:
-    """Neighbouring tensors of at most so many elements together, or one larger tensor; and their place in N."""
+    """Neighbouring tensors of at most so many elements together, and their place in N.
+
+    A larger tensor comes in pieces if its memory is contiguous; otherwise whole.
+    """
     group: list[Tensor] = []
     start = size = 0
     for theta in parameters:
-        if group and size + theta.numel() > most:
-            yield group, slice(start, start + size)
-            group, start, size = [], start + size, 0
-        group.append(theta)
-        size += theta.numel()
+        in_pieces = theta.numel() > most and theta.is_contiguous()
+        for piece in theta.view(-1).split(most) if in_pieces else (theta,):
+            if group and size + piece.numel() > most:
+                yield group, slice(start, start + size)
+                group, start, size = [], start + size, 0
+            group.append(piece)
+            size += piece.numel()
     if group:
         yield group, slice(start, start + size)
 

@@ -11,7 +11,7 @@ from diloco.outer.averages import Average, weigh_in
 from diloco.outer.cohort import Cohort
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState
-from diloco.schedule import Sync
+from diloco.wire.kernels.memory import elements_at_once, empty_like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,16 @@ class Ties(Nesterov):
     def gain(self, rho: float) -> None:
         """None: the step is not along Δ alone."""
 
-    def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
-        """Make D in the place of the total, and take the outer step."""
-        sign_N = average.total_N.sign()
-        agreeing_N = torch.empty_like(sign_N)
+    def averaged(self, fragment: FragmentState, average: Average, cohort: Cohort) -> Average:
+        """D, in the place of the total."""
+        most = elements_at_once(average.total_N.device)
+        agreeing_N = empty_like(average.total_N)
+        signs = torch.sign(average.total_N, out=empty_like(average.total_N)).split(most)
         for index, (delta_N, weight) in enumerate(zip(average.deltas(), cohort.weights, strict=True)):
-            agrees_N = (delta_N.sign() == sign_N) & (sign_N != 0)
-            weigh_in(average.total_N, torch.where(agrees_N, delta_N, 0), weight, is_first=not index)
-            weigh_in(agreeing_N, agrees_N.to(agreeing_N.dtype), weight, is_first=not index)
+            vectors = (vector_N.split(most) for vector_N in (average.total_N, agreeing_N, delta_N))
+            for sign_n, total_n, agreeing_n, delta_n in zip(signs, *vectors, strict=True):
+                agrees_n = (delta_n.sign() == sign_n) & (sign_n != 0)
+                weigh_in(total_n, torch.where(agrees_n, delta_n, 0), weight, is_first=not index)
+                weigh_in(agreeing_n, agrees_n.to(agreeing_n.dtype), weight, is_first=not index)
         average.total_N.div_(agreeing_N.clamp_(min=min(cohort.weights)))  # where nobody agrees the sum is 0
-        super().on_average(fragment, Average(average.total_N, 1.0), sync, cohort)
+        return Average(average.total_N, 1.0)

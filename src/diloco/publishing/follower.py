@@ -43,8 +43,8 @@ class Follower:
     was away takes the differences it has missed, or the newest whole version, whichever has fewer bytes.
 
     Iteration gives the newest version whenever there is a newer one, and so may skip numbers. It waits as long as
-    the store answers, and a warning says after a moment that there is none yet. Where versions come from a publisher without a key, everybody who can write to the store can
-    write them.
+    the store answers, and a warning says after a moment that there is none yet. Where versions come from a
+    publisher without a key, everybody who can write to the store can write them.
 
     Args:
         url: of the publisher's place.
@@ -258,6 +258,6 @@ class Follower:
 
 
 def _tensors_as_left(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """By name the address of each tensor, and the number of operations that have changed it; 0 if torch counts none."""
+    """By name each tensor's address and the number of operations that changed it; 0 if torch counts none."""
     tensors = model.state_dict()
     return {name: (t.data_ptr(), 0 if t.is_inference() else changes_of(t)) for name, t in tensors.items()}

@@ -4,9 +4,7 @@ A whole version's bytes are a pure function of the state: tensors by the size of
 by name, one after another, without metadata. So every tensor lies where its type can be read in place.
 """
 
-import json
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -14,7 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from diloco.errors import FileError, PayloadError, UserError
+from diloco.errors import FileError, PayloadError, UserError, listed
+from diloco.files import safetensors_head, safetensors_json
 from diloco.schema import Count, decoded
 
 State: TypeAlias = dict[str, Tensor]
@@ -30,8 +29,6 @@ _DTYPES = {
 }
 """Types of tensors by the names that safetensors has for them."""
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_LENGTH = struct.Struct("<Q")
-_NAMED_AT_ONCE = 3
 
 
 def copied(model: "nn.Module | Mapping[str, Tensor]", dtype: torch.dtype | None) -> tuple[State, dict[str, str]]:
@@ -87,9 +84,9 @@ def num_bytes_of(state: Mapping[str, Tensor]) -> int:
 def unlike(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> str:
     """The way in which a state is another model's, in words; empty where names, shapes and types are the same."""
     if missing := sorted(old.keys() - new.keys()):
-        return f"{_some(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        return f"{listed(missing, 3)} {'is' if len(missing) == 1 else 'are'} missing"
     if added := sorted(new.keys() - old.keys()):
-        return f"{_some(added)} {'is' if len(added) == 1 else 'are'} new"
+        return f"{listed(added, 3)} {'is' if len(added) == 1 else 'are'} new"
     for name, tensor in old.items():
         if (before := _form(tensor)) != (after := _form(new[name])):
             return f"{name} is {after}, and was {before}"
@@ -98,11 +95,6 @@ def unlike(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> str:
 
 def _form(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED_AT_ONCE} more" if len(names) > _NAMED_AT_ONCE else ""
-    return ", ".join(names[:_NAMED_AT_ONCE]) + more
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -127,12 +119,11 @@ def open_whole(body_N: Tensor, *, source: str) -> State:
         PayloadError: if `seal_whole` does not write these bytes.
     """
     whole = body_N.numpy().data
-    length = _LENGTH.unpack_from(whole)[0] if whole.nbytes >= _LENGTH.size else 0
-    if not 0 < length <= min(MOST_HEAD_BYTES, whole.nbytes - _LENGTH.size):
+    if (text := safetensors_json(whole, most_bytes=MOST_HEAD_BYTES)) is None:
         raise PayloadError(f"{source} can't be used: its body does not begin as a file of safetensors")
-    start = _LENGTH.size + length
+    start = 8 + len(text)
     try:
-        entries = decoded(bytes(whole[_LENGTH.size : start]), dict[str, _Entry], source=source)
+        entries = decoded(text, dict[str, _Entry], source=source)
     except FileError as error:
         raise PayloadError(str(error)) from None
     state = State()
@@ -145,7 +136,7 @@ def open_whole(body_N: Tensor, *, source: str) -> State:
             raise PayloadError(f"{source} can't be used: its body ends before {name:.100}, or is not in order")
         state[name] = body_N[start : start + num_bytes].view(dtype).view(entry.shape)
         start += num_bytes
-    if start != whole.nbytes or whole[: _LENGTH.size + length] != _head(state):
+    if start != whole.nbytes or whole[: 8 + len(text)] != _head(state):
         raise PayloadError(f"{source} can't be used: its body is not in the form in which diloco writes it")
     return state
 
@@ -185,10 +176,10 @@ def load(state: Mapping[str, Tensor], tied: Mapping[str, str], model: "nn.Module
         else:
             missing.append(names[0])
     if missing:
-        raise UserError(f"the version lacks {_some(sorted(missing))}: build the model that is published")
+        raise UserError(f"the version lacks {listed(sorted(missing), 3)}: build the model that is published")
     used = {source.data_ptr() for _, source in copies if source.numel()}
     if unknown := sorted(n for n in state.keys() - targets.keys() if state[n].data_ptr() not in used):
-        raise UserError(f"the model lacks {_some(unknown)}: build the model that is published")
+        raise UserError(f"the model lacks {listed(unknown, 3)}: build the model that is published")
     with torch.no_grad():
         for target, source in copies:
             target.copy_(source)
@@ -221,16 +212,5 @@ def _ordered(state: Mapping[str, Tensor]) -> list[str]:
 
 
 def _head(state: Mapping[str, Tensor]) -> bytes:
-    """The length of the JSON, uint64 little-endian, and the JSON, padded to a multiple of 8 bytes."""
-    entries, start = {}, 0
-    for name in _ordered(state):
-        tensor, stop = state[name], start + state[name].nbytes
-        entries[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, stop],
-        }
-        start = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return _LENGTH.pack(len(text)) + text
+    tensors = ((name, state[name]) for name in _ordered(state))
+    return safetensors_head((name, _NAMES[each.dtype], each.shape, each.nbytes) for name, each in tensors)

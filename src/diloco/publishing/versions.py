@@ -88,7 +88,6 @@ class Version:
     """The files that go with it, by name."""
 
     def __post_init__(self) -> None:
-        """Refuse a header that contradicts itself."""
         if (self.whole is not None) != (self.start == self.number) or self.start > self.number:
             raise ValueError(f"version {self.number} starts at {self.start}")
         if self.whole is None and self.difference is None:

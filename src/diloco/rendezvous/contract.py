@@ -151,28 +151,8 @@ class Decision:
     """True if this replica uploads a snapshot of the fragment before it, whose digest its entry names."""
 
     @classmethod
-    def of(
-        cls,
-        ref: OuterRef,
-        state: RunState,
-        content: Content | StoredSnapshot,
-        *,
-        num_shifts: int = 0,
-        oldest_base: int = 0,
-        own_seq: int = -1,
-        with_snapshot: bool = False,
-    ) -> "Decision":
-        """The outer step of an entry.
-
-        Args:
-            ref: the entry.
-            state: of the run, whose rules give the weights.
-            content: its content.
-            num_shifts: as the field.
-            oldest_base: as the field.
-            own_seq: as the field.
-            with_snapshot: as the field.
-        """
+    def of(cls, ref: OuterRef, state: RunState, content: Content | StoredSnapshot) -> "Decision":
+        """The outer step of an entry, with the weights of the run's rules; fields with a default keep that."""
         body = ref.body
         return cls(
             number=ref.number,
@@ -183,10 +163,6 @@ class Decision:
             content=content,
             base_rounds={c.replica: c.base_round for c in body.contributions},
             is_shift=state.is_shift(body),
-            num_shifts=num_shifts,
-            oldest_base=oldest_base,
-            own_seq=own_seq,
-            with_snapshot=with_snapshot,
         )
 
     @property
@@ -261,6 +237,10 @@ class Seat(Protocol):
             NoDecisionError: if what is waited for did not come in time.
             ExchangeError: if this replica can't go on.
         """
+        ...
+
+    def refusal(self, offer: Offer) -> str:
+        """The reason why no outer step counts an own offer any more, for people."""
         ...
 
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:

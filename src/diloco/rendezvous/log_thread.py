@@ -9,27 +9,30 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from torch import Tensor
+
 from diloco.errors import DilocoError, ExchangeError, UserError
-from diloco.rendezvous.archive import SnapshotQueue, write_index
 from diloco.rendezvous.contract import (
     MOST_DECISIONS_PER_FRAGMENT,
     Content,
     Decision,
     Form,
+    Offer,
     StoredSnapshot,
 )
 from diloco.rendezvous.deciding import Decider, Pace
 from diloco.rendezvous.log.entries import Body, Close, Entry, Leave, LogError, Outer, Snapshot
+from diloco.rendezvous.log.index import write_index
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import FOR_EVER, Log, LostEntryError, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState
-from diloco.rendezvous.objects import Objects
+from diloco.rendezvous.objects import Objects, seal_snapshot, snapshot_name
 from diloco.rendezvous.payloads import Access, Averager, Inbox, Outbox
 from diloco.rendezvous.prices import longest_poll
 from diloco.rendezvous.store import Store
@@ -119,10 +122,8 @@ class Delivery:
             self._snapshots.pop(body.fragment, None)
         state = self._access.state
         with_snapshot = author == self._access.own and state.rules.is_kept(body.round - 1)
-        return Decision.of(
-            ref,
-            state,
-            whole,
+        return replace(
+            Decision.of(ref, state, whole),
             num_shifts=entry.num_shifts,
             oldest_base=entry.oldest_base,
             own_seq=own_seq,
@@ -257,6 +258,39 @@ class Background:
         self._loop.close()
 
 
+class SnapshotQueue:
+    """The snapshots that a replica uploads one after another, of each fragment the newest that waits.
+
+    Args:
+        store: where they go.
+        log: the run's.
+    """
+
+    def __init__(self, store: Store, log: Log) -> None:
+        self._store, self._log = store, log
+        self._waiting: dict[int, tuple[int, Mapping[str, Tensor]]] = {}
+        self._has_more = asyncio.Event()
+
+    def put(self, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> None:
+        """Take a fragment's vectors after a round; called in the loop."""
+        self._waiting[fragment] = last_round, vectors
+        self._has_more.set()
+
+    async def run(self, append: Callable[[Snapshot], None]) -> None:
+        """Upload snapshots as they come, and append an entry for each, until cancelled."""
+        while True:
+            await self._has_more.wait()
+            fragment = next(iter(self._waiting))
+            last_round, vectors = self._waiting.pop(fragment)
+            if not self._waiting:
+                self._has_more.clear()
+            buffers, digest = await asyncio.to_thread(seal_snapshot, vectors)
+            name = snapshot_name(fragment, last_round, digest)
+            await self._store.create(name, buffers, patience_seconds=FOR_EVER)
+            await self._log.check_mounted()
+            append(Snapshot(fragment=fragment, round=last_round, sha256=digest))
+
+
 class LogThread:
     """Follows the log for one replica.
 
@@ -302,6 +336,8 @@ class LogThread:
         self.delivery = Delivery(access, self.inbox, content_of)
         self.decisions, self.news = self.delivery.decisions, self.delivery.news
         """The decisions for the training thread, and the condition that is notified of them, or of a failure."""
+        self._outers = deque[OuterRef]()
+        """The outer entries from the first on that the training thread has not taken."""
         self._num_reads = 0
         self._to_append: deque[Body] = deque()
         self.snapshots = SnapshotQueue(store, log)
@@ -330,11 +366,47 @@ class LogThread:
         taken = [self.decisions.popleft() for _ in range(len(self.decisions))]
         return [replace(decision, own_seq=self.outbox.offer_of(decision.own_seq)) for decision in taken]
 
+    def not_taken(self) -> tuple[RunState, list[OuterRef]]:
+        """The state, and the outer entries up to it that the training thread has not taken."""
+        state = self.state  # read first: the loop goes on
+        return state, state.outers_after([num_taken for num_taken, _ in self.bases], list(self._outers))
+
+    def refusal(self, offer: Offer) -> str:
+        """The reason why no outer step counts an own offer any more."""
+        state, p = self.state, offer.fragment
+        arrived = self.inbox.here[p].get(self._own)
+        if arrived is None or self.outbox.offer_of(arrived.contribution.seq) != offer.seq:
+            event = "the run was closed" if state.closed else f"more than {state.rules.max_stale} outer steps came"
+            return f"{event} before its payload was in the store"
+        own = arrived.contribution
+        return state.refusal_of_norm(p, own.norm) or state.refusal(p, own) or ""
+
+    def awaited(self, fragment: int) -> tuple[str, float]:
+        """The other side of the training thread's wait, in words, and the time at which it ends anyway, or ∞.
+
+        Args:
+            fragment: whose outer step is waited for; −1 for the run's end.
+        """
+        state, others = self.state, [replica for replica in self.state.active if replica != self._own]
+        if fragment < 0 and self._closes_at is not None:
+            names = ", ".join(state.members[replica].name for replica in others)
+            return f"{names or 'others that have left'} before this replica closes the run", self._closes_at
+        if fragment < 0 or fragment not in self.outbox.offers:
+            is_uploading = fragment >= 0 and self.outbox.num_pending
+            traffic = "the upload of an outer gradient to" if is_uploading else "outer steps from"
+            return f"{traffic} {self._store.url}", FOR_EVER
+        here = self.inbox.here[fragment]
+        names = ", ".join(state.members[replica].name for replica in others if replica not in here)
+        decides_alone = self.draining_since is not None and state.rules.quorum == "majority"
+        until = (self.draining_since or 0.0) + self._pace.drain_seconds if decides_alone else FOR_EVER
+        return f"the outer gradient of fragment {fragment} from {names or 'others'}", until
+
     async def run(self, replay: Sequence[OuterRef]) -> None:
         """Follow the log until `failure` or cancellation, beginning with outer entries that were read already."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 for ref in replay:
+                    self._outers.append(ref)
                     self.delivery.put(-1, ref)
                 self._tasks.create_task(self.delivery.run(self._tasks))
                 self._tasks.create_task(self._drive())
@@ -431,7 +503,11 @@ class LogThread:
     def _heed(self, number: int, entry: Entry) -> None:
         """Act on an entry that is in the log now."""
         if isinstance(entry.body, Outer):
-            self.delivery.put(entry.author, self.state.fragments[entry.body.fragment].since[-1])
+            ref = self.state.fragments[entry.body.fragment].since[-1]
+            while self._outers and (body := self._outers[0].body).round <= self.bases[body.fragment][0]:
+                self._outers.popleft()
+            self._outers.append(ref)
+            self.delivery.put(entry.author, ref)
             self.outbox.counted(entry.body)
             others = {c.replica for c in entry.body.contributions} - {self._own} if self.state.finished else ()
             self._has_early_leaver |= any(self.state.members[other].left for other in others)

@@ -16,9 +16,7 @@ Shapes: N elements of one fragment, S of a share.
 """
 
 import asyncio
-import json
 import math
-import struct
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar
@@ -29,7 +27,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import FileError, NonFiniteError, PayloadError
-from diloco.files import sha256
+from diloco.files import safetensors_head, safetensors_json, sha256
 from diloco.outer.averages import Average, add_up, cut, join_shares, key_of_average, weigh_in
 from diloco.outer.cohort import Cohort
 from diloco.rendezvous.contract import Content, Decision, Form, Payload, StoredSnapshot
@@ -84,7 +82,6 @@ class Header(Claim):
     """For each share the SHA-256 of its payload."""
 
     def __post_init__(self) -> None:
-        """Refuse lists of different lengths, and a norm that no entry may hold."""
         if len(self.norms) != len(self.sha256):
             raise ValueError(f"{len(self.norms)} norms and {len(self.sha256)} digests")
         if self.norm > MOST_NORM:
@@ -459,7 +456,6 @@ def _key(form: Form, fragment: int, last_round: int, cohort: Cohort) -> Key:
 
 _MOST_VECTORS = 16
 _MOST_SNAPSHOT_HEAD_BYTES = 1 << 14
-_LENGTH = struct.Struct("<Q")
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")]
 
 
@@ -529,10 +525,8 @@ def open_snapshot(data: "Buffer", *, name: str, num_elements: int) -> dict[str, 
 
 def _vector_names(whole: memoryview, name: str) -> list[str]:
     """The names of the vectors in a snapshot, in order."""
-    length = _LENGTH.unpack_from(whole)[0] if whole.nbytes >= _LENGTH.size else 0
-    if not 0 < length <= min(_MOST_SNAPSHOT_HEAD_BYTES - _LENGTH.size, whole.nbytes - _LENGTH.size):
+    if (header := safetensors_json(whole, most_bytes=_MOST_SNAPSHOT_HEAD_BYTES - 8)) is None:
         _refuse(name, "it does not begin as a snapshot")
-    header = bytes(whole[_LENGTH.size : _LENGTH.size + length])
     try:
         names = sorted(decoded(header, dict[_Name, dict[str, Any]], source=name))
     except FileError as error:
@@ -543,15 +537,7 @@ def _vector_names(whole: memoryview, name: str) -> list[str]:
 
 
 def _snapshot_head(names: Iterable[str], num_elements: int) -> bytes:
-    """The length of the header, uint64 little-endian, and the header, padded to a multiple of 8 bytes."""
-    size = 4 * num_elements
-    entries = {
-        name: {"dtype": "F32", "shape": [num_elements], "data_offsets": [index * size, (index + 1) * size]}
-        for index, name in enumerate(sorted(names))
-    }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return _LENGTH.pack(len(text)) + text
+    return safetensors_head((name, "F32", (num_elements,), 4 * num_elements) for name in sorted(names))
 
 
 def _refuse(name: str, reason: str) -> NoReturn:

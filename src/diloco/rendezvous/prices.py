@@ -4,15 +4,13 @@ They leave out storage, free tiers, discounts and taxes, and what the replicas' 
 """
 
 import math
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from diloco.errors import FileError
-from diloco.schema import converted, read_bytes
+from diloco.schema import converted, read_toml
 
 _Price = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
@@ -50,12 +48,7 @@ def read_prices(path: Path | None = None) -> PriceTable:
     ['S3', 'R2']
     """
     path = path or Path(__file__).with_name("prices.toml")
-    content = read_bytes(path, most_bytes=1 << 20)
-    try:
-        values = tomllib.loads(content.decode())
-    except ValueError as error:
-        raise FileError(f"{path} can't be read: {error}") from error
-    return converted(values, PriceTable, source=str(path))
+    return converted(read_toml(path), PriceTable, source=str(path))
 
 
 PROVIDERS = read_prices().stores

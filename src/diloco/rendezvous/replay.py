@@ -9,7 +9,7 @@ Shapes: N elements of one fragment.
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,9 +23,9 @@ from diloco.outer.digest import outer_digest, parameters_hash
 from diloco.outer.rule import RULE, FragmentState, OuterRule, Span
 from diloco.outer.rules import rule_of_facts
 from diloco.outer.step import SHIFT
-from diloco.rendezvous.archive import INDEX, MOST_INDEX_BYTES, index_source, newest_state, open_index
 from diloco.rendezvous.contract import Content, Decision, Form, Payload
 from diloco.rendezvous.log.entries import Contribution, Create, LogError, Outer, Snapshot
+from diloco.rendezvous.log.index import INDEX, MOST_INDEX_BYTES, index_source, newest_state, open_index
 from diloco.rendezvous.log.log import Log, first_entry, is_entry, open_run, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState, SnapshotRef
 from diloco.rendezvous.objects import (
@@ -393,7 +393,7 @@ class Replay:
                 self.checked.retired += len(ref.body.contributions)
             else:
                 self.checked.averages += len(content.averages)
-                decision = Decision.of(ref, self.state, content, num_shifts=num_shifts[ref.number])
+                decision = replace(Decision.of(ref, self.state, content), num_shifts=num_shifts[ref.number])
                 self._check_round(decision, content)
                 await self._check_snapshot(ref.body.fragment)
         self._check_end()

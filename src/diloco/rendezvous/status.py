@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
-from diloco.rendezvous.archive import newest_state
 from diloco.rendezvous.contract import Form
 from diloco.rendezvous.log.entries import Entry, Outer
+from diloco.rendezvous.log.index import newest_state
 from diloco.rendezvous.log.log import MOST_AT_ONCE, Log, first_entry, open_run
 from diloco.rendezvous.log.run import OuterRef, RunState
 from diloco.rendezvous.prices import Traffic, exchange

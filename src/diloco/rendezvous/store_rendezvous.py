@@ -1,31 +1,35 @@
-"""StoreRendezvous: replicas that come and go meet in a directory or a bucket."""
+"""StoreRendezvous: replicas that come and go meet in a directory or a bucket; they join, take part and leave."""
 
+import asyncio
+import json
 import logging
 import re
 import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from statistics import median
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from diloco.errors import DilocoError, ExchangeError, UserError
-from diloco.exchange.transport import wait_for_all
-from diloco.rendezvous.contract import Decision, Form, Joined, News, NoDecisionError, Offer
+from diloco.errors import DilocoError, DisagreementError, ExchangeError, UserError
+from diloco.exchange.transport import SECONDS_BETWEEN_LINES, SECONDS_OF_SILENCE, wait_for_all
+from diloco.rendezvous.check import assert_sound
+from diloco.rendezvous.contract import Decision, Form, Joined, News, NoDecisionError, Offer, StoredSnapshot
 from diloco.rendezvous.deciding import Pace
-from diloco.rendezvous.joining import Wish, join, missing, newest_snapshots, outer_entries_to_replay, withdraw
-from diloco.rendezvous.log.entries import MOST_SHARES, Rules
-from diloco.rendezvous.log.keys import Signer, signer_of_environment
-from diloco.rendezvous.log.log import Log
-from diloco.rendezvous.log.run import MOST_TOKENS, RunState
+from diloco.rendezvous.log.entries import FORMAT, MOST_SHARES, Create, Join, Leave, LogError, Rules
+from diloco.rendezvous.log.index import newest_state
+from diloco.rendezvous.log.keys import VARIABLE, Signer, signer_of_environment
+from diloco.rendezvous.log.log import ENTRY, Log, begun, sealed_entry, source_of, stored_entry
+from diloco.rendezvous.log.run import MOST_TOKENS, OuterRef, RunState
 from diloco.rendezvous.log_thread import Background, LogThread
 from diloco.rendezvous.objects import Objects
 from diloco.rendezvous.store import Store
-from diloco.schema import checked_name, json_facts
+from diloco.schema import checked_name, json_facts, shown
 
 _LOG = logging.getLogger("diloco")
 _T = TypeVar("_T")
@@ -143,14 +147,8 @@ class StoreRendezvous:
 
         Shifts are left out.
         """
-        state, bases = self.state, self._seated.log_thread.bases
-        waiting = [
-            ref.body
-            for p, log in enumerate(state.fragments)
-            if log.round > bases[p][0]
-            for ref in log.since
-            if ref.body.round > bases[p][0] and not state.is_shift(ref.body)
-        ]
+        state, not_taken = self._seated.log_thread.not_taken()
+        waiting = [ref.body for ref in not_taken if not state.is_shift(ref.body)]
         tokens = sum(contribution.tokens for body in waiting for contribution in body.contributions)
         return state.tokens - tokens, state.num_outer - len(waiting)
 
@@ -208,13 +206,7 @@ class StoreRendezvous:
         try:
             log, own = self._wait(join(store, self._signer, wish))
             with _withdrawing(background, log, own):
-                wait_for_all(
-                    lambda: self._wait(missing(log, own)),
-                    begin=time.monotonic(),
-                    seconds=seconds,
-                    where=f" at {self._url}",
-                    remedy="start the others, each with a name of its own",
-                )
+                self._wait_for_companions(log, own)
                 form = form.cut(log.state.rules.num_shares)
                 objects = Objects(store=store, form=form, run=log.state.run, patience_seconds=seconds)
                 snapshots = self._wait(newest_snapshots(objects, log, own))
@@ -239,6 +231,27 @@ class StoreRendezvous:
             form=form,
             num_decisions=len(replay),
         )
+
+    def _wait_for_companions(self, log: Log, own: int) -> None:
+        """Wait until so many replicas are present that the run may begin.
+
+        Raises:
+            ExchangeError: naming how many are missing, if too few join in time; then this replica has left.
+        """
+        try:
+            wait_for_all(
+                lambda: self._wait(missing(log, own)),
+                begin=time.monotonic(),
+                seconds=self._timeout_seconds,
+                where=f" at {self._url}",
+                remedy="start the others, each with a name of its own",
+            )
+        except ExchangeError:
+            with suppress(DilocoError):
+                farewell = withdraw(log, own, unless_complete=True)
+                if not self._background.wait(farewell, _SECONDS_TO_WITHDRAW, "the store"):
+                    return
+            raise
 
     def _pace(self, sync_every: int) -> Pace:
         return Pace(
@@ -307,6 +320,8 @@ class _StoreSeat:
         self._last_step: tuple[float, int] | None = None  # time and inner steps when these changed last
         self._durations = deque[float](maxlen=64)  # of the last inner steps
         self._has_drained = self._is_closing = False
+        self._last_wait = ("", 0.0)
+        """The wait that was logged last, and the time."""
 
     @property
     def failure(self) -> str | None:
@@ -379,10 +394,7 @@ class _StoreSeat:
             return bool(fragments if fragment == -1 else fragment in fragments)
 
         with log_thread.news:
-            has_ended = log_thread.news.wait_for(
-                lambda: is_here() or log_thread.closed or self.failure is not None, self._timeout_seconds
-            )
-            if not has_ended:
+            if not self._is_over_in_time(lambda: bool(is_here() or log_thread.closed or self.failure), fragment):
                 about = "" if fragment == -1 else f" about fragment {fragment}"
                 raise NoDecisionError(
                     f"no decision{about} came within {self._timeout_seconds:g} s: see with diloco store status "
@@ -391,6 +403,23 @@ class _StoreSeat:
             if self.failure is not None and not is_here():
                 raise ExchangeError(self.failure)
         return decisions
+
+    def _is_over_in_time(self, is_over: Callable[[], bool], fragment: int) -> bool:
+        """Wait for news, bounded in time, and log after a while what is waited for."""
+        news, deadline = self.log_thread.news, time.monotonic() + self._timeout_seconds
+        if news.wait_for(is_over, min(SECONDS_OF_SILENCE, self._timeout_seconds)):
+            return True
+        awaited, until = self.log_thread.awaited(fragment)
+        now, (last, then) = time.monotonic(), self._last_wait
+        if awaited != last or now > then + SECONDS_BETWEEN_LINES:
+            self._last_wait = awaited, now
+            most = min(deadline, until if until > now else deadline) - now
+            _LOG.warning("waiting for %s, up to %.0f s more …", awaited, most)
+        return news.wait_for(is_over, deadline - now)
+
+    def refusal(self, offer: Offer) -> str:
+        """The reason why no outer step counts an own offer any more."""
+        return self.log_thread.refusal(offer)
 
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
         """Start to upload Θ_p (`outer`) and the slots after a round."""
@@ -441,7 +470,8 @@ class _StoreSeat:
     @property
     def entry(self) -> int:
         """Number of the log's newest entry up to which this replica has taken every outer step."""
-        return self.log_thread.state.reached([num_taken for num_taken, _ in self.log_thread.bases])
+        state, not_taken = self.log_thread.not_taken()
+        return min((ref.number for ref in not_taken), default=state.number) - 1
 
     def _say_entry(self) -> None:
         """Name the entry whose outer parameters a replica ends with: the run may go on."""
@@ -493,3 +523,183 @@ def _name(name: str | None) -> str:
         host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).strip(".-")[:40] or "replica"
         return f"{host}-{secrets.token_hex(3)}"
     return checked_name(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """The run that a replica wants to join."""
+
+    name: str
+    step_tokens: int
+    """The most tokens that one of its inner steps reads."""
+    most_steps: int
+    """The most inner steps between two of its sends of a fragment that are counted."""
+    rules: Rules
+    """The rules of the run that it creates if there is none."""
+    asked: frozenset[str]
+    """The rules that its user has set, which an existing run must have, too."""
+    facts: Mapping[str, Any]
+    """The settings that all replicas share."""
+    timeout_seconds: float
+
+
+async def join(store: Store, signer: Signer, wish: Wish) -> tuple[Log, int]:
+    """Join the run of a store, or create it and join.
+
+    Returns:
+        The log up to the join, and the replica's number.
+
+    Raises:
+        DisagreementError: if the run has other settings.
+        UserError: if the name is the bridge's.
+        LogError: if the run refuses the replica, or its log is damaged or has a hole.
+        StoreError: if the store can't be used.
+    """
+    patience = wish.timeout_seconds
+    data = await stored_entry(store, 0, patience_seconds=patience) or await _created(store, signer, wish)
+    create, first = begun(data)
+    log = Log(store, await newest_state(store, first), signer, patience_seconds=patience)
+    _compare(create, wish)
+    if wish.name == create.rules.bridge and "bridge" not in wish.asked:
+        raise UserError(f"name={wish.name} is the name of the run's bridge: take another", "name")
+    await log.read_all(at_once=1)
+    await log.check_no_gap()  # which a join would fill
+    return log, await _number_of_joined(log, signer, wish, store.url)
+
+
+async def missing(log: Log, own: int) -> str:
+    """The replicas that have not joined and without which the run does not begin, in words; empty if it may begin.
+
+    Raises:
+        LogError: if the log is damaged.
+        FencedError: if another process takes the replica's place.
+        StoreError: if the store can't be used.
+    """
+    await _read_on(log, own)
+    least = log.state.rules.num_replicas
+    num_missing = 0 if log.state.is_complete else least - len(log.state.present)
+    return f"{num_missing} of {least} replicas" if num_missing else ""
+
+
+async def newest_snapshots(objects: Objects, log: Log, own: int) -> dict[int, StoredSnapshot]:
+    """The newest snapshot of each fragment that has one, from which a joiner starts.
+
+    Raises:
+        LogError: if the log or a snapshot is damaged.
+        FencedError: if another process takes the replica's place meanwhile.
+        StoreError: if the store can't be used.
+    """
+    for num_tries in range(1, _MOST_TRIES + 1):
+        refs = {p: of_p.snapshots[-1] for p, of_p in enumerate(log.state.fragments) if of_p.snapshots}
+        try:
+            snapshots = await asyncio.gather(*(objects.snapshot(p, ref) for p, ref in refs.items()))
+            return dict(zip(refs, snapshots, strict=True))
+        except LogError:  # newer ones may have taken their place meanwhile
+            if num_tries == _MOST_TRIES:
+                raise
+        await _read_on(log, own)
+    raise AssertionError("the last try returns or raises")
+
+
+async def _read_on(log: Log, own: int) -> None:
+    """Read what was written since, while this replica is still in the run."""
+    async for _, entry in log.read(at_once=1):
+        log.state.check_goes_on(own, entry)
+
+
+async def withdraw(log: Log, own: int, *, unless_complete: bool = False) -> bool:
+    """Leave again, before a first step; True if this replica has left, or another has its place.
+
+    Args:
+        log: of the run.
+        own: this replica.
+        unless_complete: stay where the run may begin: a companion whose join stands in the log before this
+            replica's farewell counts on it.
+    """
+    while not (log.state.members[own].left or log.state.members[own].fenced):
+        if unless_complete and log.state.is_complete:
+            return False
+        _, is_own = await log.append(Leave(finished=False), author=own)
+        if not is_own:
+            await log.read_all(at_once=1)
+    return True
+
+
+async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
+    """Entry 0, from this replica or from another that was faster."""
+    await assert_sound(store)
+    allowed = (signer.public,) if signer.public else ()
+    body = Create(format=FORMAT, rules=wish.rules, facts=dict(wish.facts), creator=signer.public, allowed=allowed)
+    data = sealed_entry(body, signer, author=-1, previous="")
+    ENTRY.open(data, source_of(0))  # refuse here what everybody would have to refuse
+    other = await store.create(ENTRY.name(0), data, patience_seconds=wish.timeout_seconds)
+    if other is None and not signer.public:
+        _LOG.warning(
+            "this run trusts everybody who can write to %s: to choose who may join, create it with a key (see "
+            "diloco keys)",
+            store.url,
+        )
+    return data if other is None else other
+
+
+def _compare(body: Create, wish: Wish) -> None:
+    """Refuse a run with other settings.
+
+    Raises:
+        DisagreementError: naming the first that differs, and both values.
+    """
+    mine = json.loads(json.dumps(dict(wish.facts)))
+    for name in dict.fromkeys((*mine, *body.facts)):
+        if name not in mine or name not in body.facts or mine[name] != body.facts[name]:
+            raise DisagreementError(
+                f"this replica differs from the run in {name}: the run has {shown(body.facts.get(name))}, and "
+                f"this replica {shown(mine.get(name))}; start it with the run's settings, or in another place",
+                name,
+            )
+    for field in fields(Rules):
+        theirs, ours = getattr(body.rules, field.name), getattr(wish.rules, field.name)
+        if field.name in wish.asked and theirs != ours:
+            raise DisagreementError(
+                f"{field.name}={ours}, and the run was created with {field.name}={theirs}: leave it out",
+                field.name,
+            )
+
+
+async def _number_of_joined(log: Log, signer: Signer, wish: Wish, url: str) -> int:
+    """The number under which this replica has joined."""
+    while True:
+        amounts = {"step_tokens": wish.step_tokens, "most_steps": wish.most_steps}
+        body, own = Join(name=wish.name, key=signer.public, **amounts), len(log.state.members)
+        if reason := log.state.refusal_of_joiner(body):
+            raise LogError(_refusal(log.state, signer, url) or f"the run refuses this replica: it {reason}")
+        _, is_own = await log.append(body, author=own)
+        if is_own:
+            return own
+        await log.read_all(at_once=1)
+
+
+def _refusal(state: RunState, signer: Signer, url: str) -> str:
+    """The sentence for a refusal that the user can mend; empty for others."""
+    if state.closed:
+        return (
+            f"the run refuses this replica: it joins a run that has ended: diloco export {url} writes its outer "
+            "parameters; to train on, create another in another place"
+        )
+    if state.creator and not signer.public:
+        return f"the run asks for a key: set {VARIABLE} to this replica's key file, which diloco keys new makes"
+    if state.creator and signer.public not in state.allowed:
+        return (
+            "the key of this replica is not among those that may join the run: its creator allows it by "
+            f"diloco keys allow {url} {signer.public}"
+        )
+    if signer.public and not state.creator:
+        return f"the run was created without keys, and this replica has one: leave {VARIABLE} unset"
+    return ""
+
+
+_MOST_TRIES = 10
+
+
+def outer_entries_to_replay(state: RunState) -> tuple[OuterRef, ...]:
+    """The outer entries after each fragment's newest snapshot, in the log's order."""
+    return tuple(ref for ref in state.since if not state.has_snapshot(ref.body.fragment, ref.body.round))

@@ -99,7 +99,6 @@ class PowerLawFit:
     """The factor between neighbouring values of the grid that y comes from; 1 if it comes from none."""
 
     def __post_init__(self) -> None:
-        """Refuse points that don't determine a law."""
         if len(set(self.num_params)) < 2:
             raise UserError("a power law in N needs two sizes or more, not one")
         if self.num_replicas is not None and len(set(self.num_replicas)) < 2:

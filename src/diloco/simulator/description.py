@@ -37,7 +37,6 @@ class MethodSettings(Timing):
     each layer waits for itself."""
 
     def __post_init__(self) -> None:
-        """Refuse contradictions."""
         if self.method not in METHODS:
             raise UserError(f"{self.method!r} is not a method: choose one of {', '.join(METHODS)}", "method")
         if self.overlap_steps is not None and self.method == "data_parallel":
@@ -170,7 +169,6 @@ class Replica:
     """Latency one way, to a replica with the same latency."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of range."""
         if not 0 < self.step_seconds < np.inf:
             raise UserError(f"step_seconds must be above 0 and finite, not {self.step_seconds}", "step_seconds")
         if self.gbit_s is not None and not 0 < self.gbit_s < np.inf:
@@ -240,7 +238,6 @@ class Stragglers:
     """Duration of a stall."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of range."""
         if not 0 <= self.stall_probability <= 1:
             raise UserError(
                 f"stall_probability must lie between 0 and 1, not {self.stall_probability}", "stall_probability"

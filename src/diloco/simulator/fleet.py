@@ -1,19 +1,19 @@
 """A fleet of machines that fail and come back, each one replica, and the run that they are to train."""
 
 import math
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.errors import FileError, UserError
+from diloco.errors import UserError
 from diloco.rendezvous.log.entries import Quorum, Rules
 from diloco.rendezvous.prices import Prices, Traffic, longest_poll
-from diloco.schema import converted, read_bytes
+from diloco.schedule import Schedule
+from diloco.schema import converted, read_toml
 from diloco.simulator.description import Stragglers
 from diloco.simulator.wall_clock import step_seconds as seconds_of_step
 
@@ -63,7 +63,6 @@ class Machines:
     """False behind a NAT, where machines meet in a store alone."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of range."""
         positive = ("count", "up_mbit_s", "down_mbit_s", "hours_between_failures", "memory_gib")
         others = ("latency_seconds", "repair_seconds", "notice_seconds", "dollars_per_hour", "dollars_per_gb_up")
         for name in (*positive, *others):
@@ -131,12 +130,7 @@ class FleetRun:
         for name in (*positive, "bits_per_value", "checkpoint_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"{name} must be above 0 and finite, not {getattr(self, name)}", name)
-        if not 0 <= self.overlap_steps < self.sync_every:
-            raise UserError(
-                f"overlap_steps={self.overlap_steps} must be at least 0 and below sync_every={self.sync_every}",
-                "overlap_steps",
-                "sync_every",
-            )
+        Schedule(num_fragments=1, sync_every=self.sync_every, overlap_steps=self.overlap_steps)  # refuses others
         for name in ("patience", "max_stale"):
             if (getattr(self, name) or 0) < 0:
                 raise UserError(f"{name} must be at least 0, not {getattr(self, name)}", name)
@@ -221,26 +215,13 @@ def read_fleet(path: Path) -> FleetRun:
         FileError: if it is no such file, naming what is wrong.
         UserError: if a number is out of range.
     """
-    values = fleet_values(path)
+    values = read_toml(path)
     values.pop("launch", None)
     kinds = values.get("machines")
     for kind in kinds if isinstance(kinds, list) else ():
         if isinstance(kind, dict):
             kind.pop("launch", None)
     return converted(values, FleetRun, source=str(path))
-
-
-def fleet_values(path: Path) -> dict[str, Any]:
-    """The tables of a fleet file.
-
-    Raises:
-        FileError: if it is no TOML.
-    """
-    content = read_bytes(path, most_bytes=1 << 20)
-    try:
-        return tomllib.loads(content.decode())
-    except ValueError as error:
-        raise FileError(f"{path} can't be read: {error}") from error
 
 
 Method = Literal["data_parallel", "elastic_data_parallel", "fixed", "store", "regions"]

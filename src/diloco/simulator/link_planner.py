@@ -48,7 +48,6 @@ class LinkTask:
     """The compute utilization to reach."""
 
     def __post_init__(self) -> None:
-        """Refuse tasks that can't be planned."""
         if not 0 < self.target < 1:
             raise UserError(f"target must be above 0 and below 1, not {self.target}", "target")
         if self.num_steps < MIN_STEPS:

@@ -49,7 +49,6 @@ class PaperModel:
     """Compute time of one step."""
 
     def __post_init__(self) -> None:
-        """Refuse contradictions."""
         for name in ("num_params", "num_layers", "step_seconds"):
             if not 0 < getattr(self, name) < np.inf:
                 raise UserError(f"{name} must be above 0 and finite, not {getattr(self, name)}", name)

@@ -71,7 +71,6 @@ class PhysicalModel:
     """The distribution of step times; None if they do not vary."""
 
     def __post_init__(self) -> None:
-        """Refuse contradictions."""
         if not 1 <= len(self.replicas) <= _MOST_REPLICAS:
             raise UserError(
                 f"num_replicas must be from 1 to {_MOST_REPLICAS}, not {len(self.replicas)}", "num_replicas"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from diloco.errors import UserError
+from diloco.schedule import Schedule
 from diloco.units import Amount
 
 
@@ -76,7 +77,6 @@ class IdealizedRun:
     """b₁, bits of an outer gradient on the network."""
 
     def __post_init__(self) -> None:
-        """Refuse contradictions."""
         names = ("num_params", "num_tokens", "batch_tokens", "num_chips", "flops_per_chip")
         for name in (*names, "inner_bits_per_param", "outer_bits_per_param"):
             if not 0 < getattr(self, name) < math.inf:
@@ -91,11 +91,7 @@ class IdealizedRun:
                 f"overlap_steps={self.overlap_steps}, but num_replicas=0 is Data-Parallel, which overlaps nothing",
                 *("overlap_steps", "num_replicas"),
             )
-        if self.sync_every < 1 or not 0 <= self.overlap_steps < self.sync_every:
-            raise UserError(
-                f"overlap_steps={self.overlap_steps} must be at least 0 and below sync_every={self.sync_every}",
-                *("overlap_steps", "sync_every"),
-            )
+        Schedule(num_fragments=1, sync_every=self.sync_every, overlap_steps=self.overlap_steps)  # refuses others
 
     @property
     def num_steps(self) -> float:

@@ -27,11 +27,10 @@ from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolve, resolved
 from diloco.training.data_parallel import DataParallel
 from diloco.training.hardware import chosen_device, wait_for
-from diloco.training.loop import open_batches, open_training_text
+from diloco.training.loop import inner_step, open_batches, open_training_text
 from diloco.training.optimizer import inner_optimizer, learning_rate
 from diloco.training.prepare import prepare_run
 from diloco.training.state import FixedProgress, TrainState, initial_state
-from diloco.training.step import inner_step
 from diloco.training.world import World, alone, join
 from diloco.wire import CODECS, Codec, codec
 from diloco.wire.kernels.memory import empty

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.engine.streaming import StreamingDiLoCo, see_to_its_end, uncounted_tokens
-from diloco.exchange.group import TorchGroup
+from diloco.exchange.process_group import TorchGroup
 from diloco.models.language_model import LanguageModel
 from diloco.outer.step import OuterStep
 from diloco.schema import Count, Seconds
@@ -205,7 +205,6 @@ class TrainState:
     """The part of `seconds` in which a process of this replica waited for other replicas."""
 
     def __post_init__(self) -> None:
-        """Ask how far the run is."""
         self.took(self.step)
 
     @property

@@ -17,17 +17,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from diloco.errors import DilocoError, DisagreementError, ExchangeError, UserError, setting
-from diloco.exchange.group import TorchGroup
 from diloco.exchange.leader import LeaderExchange
 from diloco.exchange.notices import Notices
-from diloco.exchange.process_group import GroupExchange, ProcessGroupExchange, group_like
-from diloco.exchange.transport import (
-    Group,
-    LoopbackExchange,
-    OneProcess,
-    Transport,
-    wait_for_all,
-)
+from diloco.exchange.process_group import GroupExchange, ProcessGroupExchange, TorchGroup, group_like
+from diloco.exchange.transport import Group, LoopbackExchange, OneProcess, Transport, wait_for_all
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.resolve import facts_with_rendezvous, text_facts
 from diloco.training.hardware import chosen_device, use_autocast

@@ -157,7 +157,6 @@ class Share(Sparse):
     """The name of the dense format of the kept elements; its options are the defaults."""
 
     def __post_init__(self) -> None:
-        """Refuse a density that keeps nothing, and values that aren't dense."""
         if not 2**-32 <= self.density <= 1:  # a mask's numbers have 32 bits
             raise UserError(f"{self.name}: density must be from 2^-32 to 1, not {self.density}")
         dense = [name for name, kind in FORMATS.items() if not issubclass(kind, Sparse)]

@@ -18,8 +18,7 @@ from torch.nn.functional import pad
 from diloco.wire import floats, formats, integers
 from diloco.wire.blocks import join, split
 from diloco.wire.kernels.gpu import GpuSparse, gpu_sparse
-from diloco.wire.kernels.native import native
-from diloco.wire.kernels.native_sparse import NativeSparse
+from diloco.wire.kernels.native import NativeSparse, native
 from diloco.wire.payload import Codec, Key, Mask, is_finite
 
 _DENSE = {kind.name: kind for kind in (*floats.CODECS, *integers.CODECS)}

@@ -265,8 +265,6 @@ def _refusal(who: str, error: ssl.SSLError, security: Security) -> str:
 
 _WELCOME = b"\x01"
 _SIGNS_OF_ANOTHER_PROOF = ("certificate verify failed", "unknown ca", "decrypt error", "bad certificate")
-
-
 _LEAST_CHARACTERS = 16
 _COST = {"n": 1 << 15, "r": 8, "p": 1}  # 32 MiB and a tenth of a second
 _FILES = ("tls.crt", "tls.key", "ca.crt")

@@ -6,16 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from diloco.experiments.papers.comparison import (
-    Change,
-    Row,
-    Verdict,
-    all_of,
-    at_best,
-    change,
-    chosen,
-    finished,
-)
+from diloco.experiments.papers.comparison import Change, Row, Verdict, all_of, at_best, change, chosen, finished
 from diloco.experiments.papers.experiment import Experiment, Finding, Panel, Point, curves, over_seeds
 from diloco.experiments.papers.tiers import BASELINE, DILOCO, RulesGrid, Tier
 from diloco.experiments.runner.grid import LabelledRun

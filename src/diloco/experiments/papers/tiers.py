@@ -9,11 +9,7 @@ from diloco.data.config import DataConfig
 from diloco.data.tokenizers import ByteTokenizer
 from diloco.models.decoder_config import DecoderConfig
 from diloco.presets import Method
-from diloco.scaling.hyperparameters import (
-    STREAMING_OUTER_LEARNING_RATE,
-    hyperparameters,
-    nearest_power_of_two,
-)
+from diloco.scaling.hyperparameters import STREAMING_OUTER_LEARNING_RATE, hyperparameters, nearest_power_of_two
 from diloco.scaling.judgement import EXTRAPOLATED
 from diloco.scaling.laws import Kind
 from diloco.training.config.config import CheckpointConfig, EvaluationConfig, InnerOptimizerName, TrainConfig

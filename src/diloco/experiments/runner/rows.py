@@ -37,7 +37,6 @@ class _Result:
     is_final: bool | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a result of nothing, or of two kinds."""
         if [self.failed, self.columns, self.summary].count(None) != 2:
             raise UserError("it must hold failed, columns or summary, and one of them alone")
 

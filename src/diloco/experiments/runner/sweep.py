@@ -53,7 +53,6 @@ class Sweep:
     """The tokenizer's, on which the number of parameters depends."""
 
     def __post_init__(self) -> None:
-        """Check the axes and every setting."""
         if self.base.method == "data_parallel":
             message = "method=data_parallel is no base of a sweep: leave it out, and take axis num_replicas=0"
             raise UserError(message, "method", "axis")

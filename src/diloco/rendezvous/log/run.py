@@ -386,11 +386,15 @@ class RunState:
         refs = self.fragments[fragment].snapshots
         return bool(refs) and refs[-1].round >= round
 
-    def reached(self, rounds: Sequence[int]) -> int:
-        """Number of the newest entry up to which a replica that has taken so many rounds has every outer step."""
-        logs = zip(self.fragments, rounds, strict=True)
-        missing = (ref.number for log, num_taken in logs for ref in log.since if ref.body.round > num_taken)
-        return min(missing, default=self.number) - 1
+    def outers_after(self, rounds: Sequence[int], older: Iterable[OuterRef] = ()) -> list[OuterRef]:
+        """The outer entries which a replica that has taken so many rounds lacks.
+
+        Args:
+            rounds: by fragment.
+            older: entries that it lacks, or has lacked; needed if snapshots stand for some of them.
+        """
+        known = {ref.number: ref for ref in (*older, *self.since) if ref.number < self.number}
+        return [ref for ref in known.values() if ref.body.round > rounds[ref.body.fragment]]
 
     def cohort(self, contributions: Iterable[Contribution]) -> Cohort:
         """The replicas of an outer step, with their weights."""

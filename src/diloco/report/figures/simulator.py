@@ -350,11 +350,10 @@ def draw_lines(
     *,
     x_label: str,
     y_label: str,
-    x_log: bool = True,
     y_range: tuple[float, float] | None = None,
     markers: bool = False,
 ) -> "Figure":
-    """Panels side by side, with a common y axis."""
+    """Panels side by side, with a common y axis, and logarithmic x axes."""
     figure = new_figure(4.2 * len(panels) + 0.4, 3.9)
     all_axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     greys = np.linspace(0.0, 0.6, max(map(len, panels.values())))
@@ -367,8 +366,7 @@ def draw_lines(
         axes.set_title(title, fontsize=10)
         axes.set_xlabel(x_label)
         axes.grid(visible=True, which="major", color="0.9")
-        if x_log:
-            axes.set_xscale("log")
+        axes.set_xscale("log")
         if y_range is not None:
             axes.set_ylim(*y_range)
     all_axes[0].set_ylabel(y_label)

@@ -13,7 +13,7 @@ from diloco.files import requiring
 from diloco.integrations.trackers import TrackerName
 from diloco.models.families import DEFAULT_FAMILY, load_family
 from diloco.models.spec import ModelConfig
-from diloco.presets import DilocoSettings, Method
+from diloco.presets import DilocoSettings, Method, out_of_range
 from diloco.rendezvous.log.entries import MOST_SHARES
 from diloco.schema import converted, flat
 
@@ -216,7 +216,6 @@ class OptimizerConfig:
     """Weight of (log Z)² in the training loss."""
 
     def __post_init__(self) -> None:
-        """Refuse values with which nothing can be trained."""
         for name in ("learning_rate", "epsilon", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise out_of_range(f"optimizer.{name}", "above 0 and finite", getattr(self, name))
@@ -257,11 +256,6 @@ _USERS = {
 """The optimizers that use a setting, where not all do."""
 
 
-def out_of_range(name: str, bounds: str, value: Any) -> UserError:
-    """The refusal of a setting's value."""
-    return UserError(f"{name} must be {bounds}, not {value}", name)
-
-
 @dataclass(frozen=True, kw_only=True)
 class DilocoConfig(DilocoSettings):
     """Outer step and exchange; data_parallel uses none of it."""
@@ -298,7 +292,6 @@ class ElasticConfig:
     none."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that are out of range."""
         bounds = {
             "quorum": (1, 16),
             "patience": (0, 31),
@@ -335,7 +328,6 @@ class EvaluationConfig:
     """Sequences per forward pass."""
 
     def __post_init__(self) -> None:
-        """Refuse values with which nothing can be evaluated."""
         for name, least in (("every_steps", 0), ("num_tokens", 1), ("batch", 1)):
             if getattr(self, name) < least:
                 raise out_of_range(f"evaluation.{name}", f"at least {least}", getattr(self, name))

@@ -15,12 +15,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from diloco.auto import AUTO
 from diloco.data.config import DataConfig
 from diloco.data.shards import INDEX_FILE
-from diloco.errors import FileError, UserError
+from diloco.errors import FileError, UserError, listed
 from diloco.exchange.transport import barrier, fail_together, share
 from diloco.files import expanded, make_directory, write_json, writing
+from diloco.presets import AUTO
 from diloco.schema import read_json, without_format
 from diloco.training.config.config import (
     FORMAT,
@@ -40,11 +40,7 @@ from diloco.training.records.summary import OUTER_FILE, SUMMARY_FILE
 from diloco.training.world import World
 
 CONFIG_FILE = "config.json"
-
-
 DATA_FILE = "data.json"
-
-
 _MOST_BYTES = 1 << 20
 """Size of the largest file that is read: no config takes as much."""
 
@@ -168,12 +164,12 @@ def no_run(directory: Path) -> UserError:
     """The error for a directory without a run, with the runs that may have been meant."""
     error = f"{directory} holds no run: {directory / CONFIG_FILE} is missing"
     if below := newest_runs(directory):
-        return UserError(f"{error}; name one of the runs in it: {_listed(below)}")
+        return UserError(f"{error}; name one of the runs in it: {listed(below)}")
     nearby = (directory.parent / TrainConfig.runs, directory.parent)
     names = {path.name: path for near in nearby for path in newest_runs(near)}
     if matches := get_close_matches(directory.name, names, n=1):
         return UserError(f"{error}; did you mean {names[matches[0]]}?")
-    return UserError(f"{error}; there are {_listed(list(names.values()))}" if names else error)
+    return UserError(f"{error}; there are {listed(list(names.values()))}" if names else error)
 
 
 def newest_runs(directory: Path) -> list[Path]:
@@ -183,10 +179,6 @@ def newest_runs(directory: Path) -> list[Path]:
         for file in directory.glob(f"*/{CONFIG_FILE}"):
             configs.append((file.stat().st_mtime, file.parent))
     return [path for _, path in sorted(configs, reverse=True)]
-
-
-def _listed(runs: Sequence[Path]) -> str:
-    return f"{', '.join(map(str, runs[:8]))}{', …' * (len(runs) > 8)}"
 
 
 def check_text(directory: Path, data: DataConfig, *, field: str) -> None:
@@ -339,8 +331,6 @@ _LOG = logging.getLogger("diloco")
 LOCK_FILE = "running"
 """The file that is locked. A line names the process that has locked it, and after an end before the run's how that
 came; another says how to go on."""
-
-
 _MOST_ATTEMPTS = 100
 _SECONDS_OF_A_LOOK = 0.2
 """Longer than `lock_of` holds the lock."""

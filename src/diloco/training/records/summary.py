@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 OUTER_FILE = "outer.safetensors"
 """The file of the final outer parameters in a run's directory."""
-
-
 SUMMARY_FILE = "summary.json"
 """The file of a finished run's results."""
 

@@ -17,12 +17,8 @@ from torch import Tensor
 
 MOST_BLOCK = 8192
 """Elements of the longest block that a program can hold."""
-
-
 _PACKED = 2048
 """Elements that a program packs, if its blocks are short; with four warps among the best of ten on an H200."""
-
-
 _UNPACKED = 512
 """Elements that a program unpacks; with two warps the best of eight settings on an H200."""
 
@@ -32,27 +28,15 @@ _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 _UNPACK_OPTIONS = _OPTIONS | {"num_warps": 2}
-
-
 _SIZE = 512
 """Elements of a program of the sparse codecs; with four warps the best of five settings on an H200."""
-
-
 _CAST = 2048
 """Elements of a program of the codecs without a scale; with eight warps the best of five settings on an H200."""
-
-
 _CAST_OPTIONS = _OPTIONS | {"num_warps": 8}
-
-
 _HISTOGRAMS = 64
 """Histograms that programs add to in turns: with one, they would wait for each other."""
-
-
 _GROUP = 64
 """The most elements of which Top-K's first histogram counts the largest."""
-
-
 _CHUNK = 2048
 """Logits that a program reads at a time; with four warps the best of eight settings on an H200."""
 

@@ -26,6 +26,11 @@ def empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor
     return torch.from_numpy(np.empty(num_elements, str(dtype).removeprefix("torch.")))
 
 
+def empty_like(vector_N: Tensor) -> Tensor:
+    """A new vector of the same length, type and device, as `empty` makes it."""
+    return empty(vector_N.numel(), vector_N.dtype, vector_N.device)
+
+
 def recycled_bytes(num_bytes: int, device: torch.device) -> Tensor:
     """A new uint8 vector; if it is long, in the memory of the last one of its length that nobody uses any more.
 

@@ -1,16 +1,21 @@
-"""The inner steps of a torch optimizer, counted by its hooks; a step that a GradScaler skips is counted too."""
+"""Hooks on what the user passes: inner steps of an optimizer are counted, loads into the model are noticed."""
 
 import functools
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from diloco.errors import UserError
+from diloco.engine.outer_state import OUTER
+from diloco.engine.replica import Replica
+from diloco.errors import UserError, listed
 
 
 class Attachment:
@@ -188,21 +193,17 @@ def check_trains(optimizers: Sequence[object], own: Mapping[str, Tensor]) -> Non
     outside = [(name, each) for name, each in held if id(each) not in ids and each.requires_grad]
     if outside and not any(id(each) in ids for _, each in held):
         raise UserError(
-            f"the optimizer trains none of the parameters that the engine exchanges ({_listed([*own])}): build "
+            f"the optimizer trains none of the parameters that the engine exchanges ({listed([*own], 4)}): build "
             "both on one model, or, where the optimizer trains copies, give these to the engine as masters=",
             "optimizer",
         )
     if outside:
-        named = _listed([name or f"1 of shape {tuple(parameter.shape)}" for name, parameter in outside])
+        named = listed([name or f"1 of shape {tuple(parameter.shape)}" for name, parameter in outside], 4)
         warnings.warn(
             f"the optimizer also trains {named}, outside of the engine's model: that is never exchanged, and "
             "differs between replicas; build the engine on one module that holds all that is trained",
             stacklevel=4,
         )
-
-
-def _listed(names: Sequence[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _takes_hooks(optimizer: object) -> bool:
@@ -214,3 +215,87 @@ def _takes_hooks(optimizer: object) -> bool:
     except AttributeError:
         return False
     return True
+
+
+class ModelLoads:
+    """Notices calls of `load_state_dict` of the model, its parts or what wraps it.
+
+    A call is right if the engine loads its own state before the next inner step, too, or if it changes nothing.
+
+    Args:
+        model: whose parameters the engine exchanges; it does not keep this object alive.
+        replica: the engine's.
+    """
+
+    def __init__(self, model: nn.Module, replica: Replica) -> None:
+        self.pending: Literal["loaded", "excused"] | None = None
+        """The reason to call `check`; while loads are excused, those until the next inner step are right."""
+        self._replica = replica
+        names = (name for fragment in replica.settings.fragments for name in fragment.parameters)
+        owners = {name.rpartition(".")[0] for name in names}
+        hook = _Hook(weakref.ref(self))
+        handles = [model.get_submodule(owner).register_load_state_dict_post_hook(hook) for owner in owners]
+        weakref.finalize(self, _remove, handles).atexit = False
+
+    def notice(self) -> None:
+        """Remember that parameters were loaded."""
+        self.pending = self.pending or "loaded"
+
+    def accept(self, *, until_next_step: bool = False) -> None:
+        """Accept the parameters loaded so far; with `until_next_step`, those loaded before the next step, too."""
+        self.pending = "excused" if until_next_step else None
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """A context after which the parameters have their values from before."""
+        before = self.pending
+        try:
+            yield
+        finally:
+            self.pending = before
+
+    def check(self) -> None:
+        """Refuse to go on with parameters that were loaded and are not Θ; every shard must call it.
+
+        Raises:
+            UserError: saying how to load them.
+        """
+        if self.pending == "loaded":
+            replica = self._replica
+            with replica.fail_together():
+                replica.parameters.check_still_the_models(range(replica.state.num_fragments))
+                if not self._is_outer():
+                    raise UserError(
+                        "parameters were loaded into the model after the engine had taken its outer parameters: "
+                        "build the engine after model.load_state_dict, load the engine's own state after it, or "
+                        "call engine.reset_outer() where all replicas have loaded the same; to evaluate other "
+                        "parameters, load them in engine.outer_parameters_applied(), which puts the model's own "
+                        "back"
+                    )
+        self.accept()
+
+    def _is_outer(self) -> bool:
+        """True if θ = Θ, bit for bit."""
+        parameters, home = self._replica.parameters, self._replica.state.at_home(OUTER)
+        # All of them, even after one that is not: the shards of a replica go through the fragments together.
+        equal = [torch.equal(parameters.flat(p).to(outer_N.device), outer_N) for p, outer_N in enumerate(home)]
+        return all(equal)
+
+
+class _Hook:
+    """A hook on a module that keeps no engine alive; in a copy of the module, pickled or not, it does nothing."""
+
+    def __init__(self, loads: Callable[[], ModelLoads | None] = lambda: None) -> None:
+        self._loads = loads
+
+    def __call__(self, module: nn.Module, incompatible_keys: object) -> None:
+        if (loads := self._loads()) is not None:
+            loads.notice()
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
+
+
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

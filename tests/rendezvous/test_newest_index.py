@@ -9,12 +9,13 @@ import pytest
 import torch
 from tests.rendezvous.handwritten import Handwritten
 
-from diloco.rendezvous import archive
-from diloco.rendezvous.archive import SnapshotQueue, newest_state, write_index
+from diloco.rendezvous.log import index
 from diloco.rendezvous.log.entries import Keys, LogError
+from diloco.rendezvous.log.index import newest_state, write_index
 from diloco.rendezvous.log.keys import Signer, write_key
 from diloco.rendezvous.log.log import ENTRY, begun
 from diloco.rendezvous.log.run import RunState
+from diloco.rendezvous.log_thread import SnapshotQueue
 from diloco.rendezvous.store import Store, StoreError, StoreUnreachableError
 
 
@@ -103,7 +104,7 @@ def test_a_stray_file_and_an_index_that_was_deleted_keep_nobody_out(run: Handwri
         return [*await list_all(store, prefix, **limits), ("index/0000000099", 1)]
 
     monkeypatch.setattr(Store, "list", list_late)
-    monkeypatch.setattr(archive, "_LISTING_SECONDS", 0.001)
+    monkeypatch.setattr(index, "_LISTING_SECONDS", 0.001)
     assert joined_from(run) == run.states[0], "the log is read from its beginning"
 
 
@@ -119,7 +120,7 @@ def test_what_can_not_be_deleted_now_is_left_to_the_next(kind, run: Handwritten,
 
 
 def test_an_index_that_nobody_may_read_is_not_written(run: Handwritten, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("diloco.rendezvous.archive.MOST_INDEX_BYTES", 100)
+    monkeypatch.setattr("diloco.rendezvous.log.index.MOST_INDEX_BYTES", 100)
     asyncio.run(write_index(Store.open(str(run.directory)), run.signers[0], run.state, author=0))
     assert "and may have 100: joiners read the whole log" in caplog.text
     assert not (run.directory / "index").exists() and joined_from(run) == run.states[0]

@@ -1,24 +1,22 @@
-"""The start of a joiner: snapshots, the index of the log, and the retiring of objects that nobody needs.
+"""The index of the log: its bookkeeping up to an entry, so that a joiner need not read the log from its beginning.
 
-The index is the bookkeeping of the log up to an entry, so that a joiner need not read the log from its beginning.
+With each index the objects are retired that nobody needs any more.
 """
 
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-from torch import Tensor
 
 from diloco.files import sha256
-from diloco.rendezvous.log.entries import Keys, LogError, Snapshot
+from diloco.rendezvous.log.entries import Keys, LogError
 from diloco.rendezvous.log.keys import MOST_SIGNATURE_BYTES, Opened, Signed, Signer
-from diloco.rendezvous.log.log import ENTRY, FOR_EVER, Log, source_of, stored_entry
+from diloco.rendezvous.log.log import ENTRY, FOR_EVER, source_of, stored_entry
 from diloco.rendezvous.log.run import RunState
-from diloco.rendezvous.objects import seal_snapshot, snapshot_name
 from diloco.rendezvous.store import Store, StoreError
 
 if TYPE_CHECKING:
@@ -144,39 +142,6 @@ def _may_count(state: RunState, replica: int, seq: int) -> bool:
 _LOG = logging.getLogger("diloco")
 _RETIRED = ("payloads", "averages", "snapshots", "index")
 _MOST_LISTINGS, _LISTING_SECONDS = 10, 0.5
-
-
-class SnapshotQueue:
-    """The snapshots that a replica uploads one after another, of each fragment the newest that waits.
-
-    Args:
-        store: where they go.
-        log: the run's.
-    """
-
-    def __init__(self, store: Store, log: Log) -> None:
-        self._store, self._log = store, log
-        self._waiting: dict[int, tuple[int, Mapping[str, Tensor]]] = {}
-        self._has_more = asyncio.Event()
-
-    def put(self, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> None:
-        """Take a fragment's vectors after a round; called in the loop."""
-        self._waiting[fragment] = last_round, vectors
-        self._has_more.set()
-
-    async def run(self, append: Callable[[Snapshot], None]) -> None:
-        """Upload snapshots as they come, and append an entry for each, until cancelled."""
-        while True:
-            await self._has_more.wait()
-            fragment = next(iter(self._waiting))
-            last_round, vectors = self._waiting.pop(fragment)
-            if not self._waiting:
-                self._has_more.clear()
-            buffers, digest = await asyncio.to_thread(seal_snapshot, vectors)
-            name = snapshot_name(fragment, last_round, digest)
-            await self._store.create(name, buffers, patience_seconds=FOR_EVER)
-            await self._log.check_mounted()
-            append(Snapshot(fragment=fragment, round=last_round, sha256=digest))
 
 
 async def write_index(store: Store, signer: Signer, state: RunState, *, author: int) -> None:
