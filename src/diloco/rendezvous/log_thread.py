@@ -4,6 +4,7 @@ All of it runs in one asyncio loop. The training thread sets plain values here, 
 """
 
 import asyncio
+import atexit
 import os
 import threading
 import time
@@ -184,6 +185,7 @@ class Background:
         """Start the thread."""
         self._loop, self._process = asyncio.new_event_loop(), os.getpid()
         self._thread.start()
+        atexit.register(self.stop)
 
     def _check_process(self, work: "Coroutine[Any, Any, Any] | None" = None) -> None:
         if self._process == os.getpid():
@@ -230,7 +232,8 @@ class Background:
             self._awaited.discard(future)
 
     def stop(self) -> None:
-        """Cancel all work and end the thread, bounded in time."""
+        """Cancel all work and end the thread, bounded in time; else the end of the process does."""
+        atexit.unregister(self.stop)
         if not self._thread.is_alive():
             return
         for work in self._work:
