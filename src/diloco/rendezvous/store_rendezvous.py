@@ -393,12 +393,17 @@ class _StoreSeat:
             fragments = {decision.fragment for decision in decisions}
             return bool(fragments if fragment == -1 else fragment in fragments)
 
+        def is_over() -> bool:
+            """True once nothing more is to be waited for."""
+            return is_here() or bool(log_thread.closed) or self.failure is not None
+
         with log_thread.news:
-            if not self._is_over_in_time(lambda: bool(is_here() or log_thread.closed or self.failure), fragment):
+            if not self._is_over_in_time(is_over, fragment):
                 about = "" if fragment == -1 else f" about fragment {fragment}"
                 raise NoDecisionError(
                     f"no decision{about} came within {self._timeout_seconds:g} s: see with diloco store status "
-                    f"{self._store.url} which replica is missing"
+                    f"{self._store.url} which replica is missing, or has come back after the others had gone on "
+                    "without it"
                 )
             if self.failure is not None and not is_here():
                 raise ExchangeError(self.failure)
