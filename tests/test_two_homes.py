@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partialmethod
 from importlib.util import find_spec
 from multiprocessing import Pipe
@@ -100,7 +100,7 @@ class Shell:
 
     def __init__(self, laboratory: Laboratory, folder: Path, environment: Mapping[str, str]) -> None:
         self._laboratory, self._folder, self._environment = laboratory, folder, environment
-        self._num_typed = 0
+        self._num_typed, self._pids = 0, list[int]()
         self._typed, theirs = Pipe()
         self._running = program(be_shell, theirs, folder=folder, imports=IMPORTS, **environment)
 
@@ -109,6 +109,9 @@ class Shell:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        for pid in self._pids:  # where the test has failed, one may stand still
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
         self._running.__exit__(*error)
 
     def type(self, number: int, command: str) -> "Typed":
@@ -117,7 +120,8 @@ class Shell:
         home = self._laboratory.namespace(number), self._laboratory.address(number)
         command = Template(command).substitute(self._environment)
         self._typed.send((home, command, str(path)))
-        return Typed(self._typed.recv(), path)
+        self._pids.append(self._typed.recv())
+        return Typed(self._pids[-1], path)
 
 
 class Typed:
