@@ -573,7 +573,7 @@ async def join(store: Store, signer: Signer, wish: Wish) -> tuple[Log, int]:
 
 
 async def missing(log: Log, own: int) -> str:
-    """The replicas that have not joined and without which the run does not begin, in words; empty if it may begin.
+    """The replicas without which no inner step is taken, in words; empty if none is missing.
 
     Raises:
         LogError: if the log is damaged.
@@ -581,9 +581,8 @@ async def missing(log: Log, own: int) -> str:
         StoreError: if the store can't be used.
     """
     await _read_on(log, own)
-    least = log.state.rules.num_replicas
-    num_missing = 0 if log.state.is_complete else least - len(log.state.present)
-    return f"{num_missing} of {least} replicas" if num_missing else ""
+    num_missing = log.state.num_missing
+    return f"{num_missing} of {log.state.rules.num_replicas} replicas" if num_missing else ""
 
 
 async def newest_snapshots(objects: Objects, log: Log, own: int) -> dict[int, StoredSnapshot]:
@@ -622,7 +621,7 @@ async def withdraw(log: Log, own: int, *, unless_complete: bool = False) -> bool
             replica's farewell counts on it.
     """
     while not (log.state.members[own].left or log.state.members[own].fenced):
-        if unless_complete and log.state.is_complete:
+        if unless_complete and not log.state.num_missing:
             return False
         _, is_own = await log.append(Leave(finished=False), author=own)
         if not is_own:
