@@ -43,6 +43,7 @@ CHECKED = [
 # Before anything imports one of them.
 install_import_hook(CHECKED, "beartype.beartype")
 
+from tests.forks import fork_pythons, start_pythons
 from tests.memory import backgrounds
 from tests.processes import SAMPLES, find_server, share_server
 from tests.servers import azurite as azurite
@@ -119,6 +120,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Spare the modules and tests from collections of garbage, each of which would visit all of their objects."""
     gc.freeze()
+
+
+@pytest.fixture
+def forked_pythons() -> Iterator[None]:
+    """Processes of Python that the test starts are forks of this one, which has imported torch."""
+    fork_pythons()
+    yield
+    start_pythons()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,6 +6,7 @@ A fork begins as a new interpreter would where that matters: with its own stream
 import atexit
 import contextlib
 import ctypes
+import logging
 import multiprocessing.process
 import os
 import re
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import thread as threads
 from multiprocessing import forkserver, resource_tracker, util
@@ -108,6 +110,10 @@ def enter(namespace: str, host_name: str) -> None:
     assert libc.sethostname(name, len(name)) == 0, os.strerror(ctypes.get_errno())
 
 
+_WARNINGS = [("ignore", None, kind, None, 0) for kind in (DeprecationWarning, ImportWarning, ResourceWarning)]
+"""Python's own filters, almost: those of a test make errors of warnings."""
+
+
 def _be_python(words: Sequence[str], environment: Mapping[str, str] | None) -> int:
     """Run the program that an interpreter's arguments name, and return its exit code."""
     if environment is not None:
@@ -116,6 +122,9 @@ def _be_python(words: Sequence[str], environment: Mapping[str, str] | None) -> i
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    warnings.filters[:] = _WARNINGS
+    warnings._filters_mutated()
+    logging.root.handlers.clear()
     atexit._clear()
     util._finalizer_registry.clear()
     multiprocessing.process._children.clear()

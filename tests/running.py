@@ -10,6 +10,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch.distributed.run as launcher
+from tests.forks import fork_pythons
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 SNIPPETS = ROOT / "docs" / "snippets"
@@ -43,6 +46,12 @@ def run_snippets(snippets: Sequence[str], ports: Sequence[int], folder: str) -> 
             warnings.simplefilter("default")
             hashes.append(runpy.run_path(str(SNIPPETS / snippet))["outer_hash"])
     return hashes
+
+
+def torchrun(words: Sequence[str]) -> None:
+    """Be a launcher, whose processes are forks of this one."""
+    fork_pythons()
+    launcher.main(words)
 
 
 def losses(output: str) -> list[float]:

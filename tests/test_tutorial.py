@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed.run
-from tests.forks import fork_pythons
 from tests.processes import run_mains
-from tests.running import EXAMPLES, ROOT, losses, replicas_agree
+from tests.running import EXAMPLES, ROOT, losses, replicas_agree, torchrun
 
 from diloco.cli.main import main
 
@@ -65,11 +63,6 @@ def run_code(code: str) -> None:
 
 def run_shell(command: str) -> None:
     subprocess.run(command, shell=True, check=True)
-
-
-def torchrun(words: list[str]) -> None:
-    fork_pythons()
-    torch.distributed.run.main(words)
 
 
 def answer(text: str, words: list[str]) -> None:

@@ -17,7 +17,7 @@ TESTS = {
 
 
 def measurements(place: Place) -> Measurements:
-    tests = {"beside nccl": ["tests/outer/test_mixing.py", "-k", "none"]} if place.dry else TESTS
+    tests = {"beside nccl": ["tests/scaling/test_table.py", "--noconftest"]} if place.dry else TESTS
     return {name: partial(_pytest, place, arguments) for name, arguments in tests.items()}
 
 

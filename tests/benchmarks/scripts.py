@@ -12,14 +12,14 @@ from tests.forks import fork_pythons
 from tests.processes import run_main, run_mains
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-START_ANEW = ("walks.py", "many_replicas.py")
-"""Benchmarks that trace the start of an interpreter, or fork processes of their own."""
+START_ANEW = ("walks.py",)
+"""Benchmarks that trace the start of an interpreter."""
 PROGRAMS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
-def run(script: str, *arguments: object, cwd: Path | None = None) -> str:
-    """The output of a benchmark that ends well."""
-    process = end_of(script, *arguments, cwd=cwd)
+def run(script: str, *arguments: object, cwd: Path | None = None, imports: Sequence[str] = ()) -> str:
+    """The output of a benchmark that ends well, in a process that has imported modules."""
+    process = end_of(script, *arguments, cwd=cwd, imports=imports)
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
 
@@ -30,10 +30,12 @@ def run_all(commands: Sequence[tuple[str, Sequence[str]]], *, imports: Sequence[
     return [done.stdout for done in run_mains(calls, folder=Path.cwd(), timeout_seconds=200, imports=imports)]
 
 
-def end_of(script: str, *arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def end_of(
+    script: str, *arguments: object, cwd: Path | None = None, imports: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     """The exit status and the output of a benchmark."""
     path, words = str(BENCHMARKS / script), [*map(str, arguments)]
-    return run_main(_run_script, path, words, folder=cwd or Path.cwd(), timeout_seconds=200)
+    return run_main(_run_script, path, words, folder=cwd or Path.cwd(), timeout_seconds=200, imports=imports)
 
 
 def _run_script(path: str, words: list[str]) -> None:

@@ -41,6 +41,7 @@ def in_a_terminal(*arguments: str, folder: Path) -> str:
     return written.decode().replace("\r\n", "\n")
 
 
+@pytest.mark.usefixtures("forked_pythons")
 @pytest.mark.slow
 def test_an_error_and_a_sentence_in_a_terminal(tmp_path):
     assert in_a_terminal("eval", EVIL, folder=tmp_path) == (

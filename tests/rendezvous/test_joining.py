@@ -87,3 +87,29 @@ def test_a_companion_that_joins_before_the_farewell_of_one_that_gives_up_begins_
     until(lambda: all(min(counted(replica)) >= 0 for replica in replicas), *replicas)
     for replica in replicas:
         replica.vanish()
+
+
+def test_with_the_quorum_all_no_replica_that_comes_back_goes_on_alone(tmp_path):
+    url, rules = str(tmp_path / "run"), {"quorum": "all", "num_replicas": 2}
+    replicas = dict[str, Replica]()
+
+    def join(name: str) -> None:
+        replicas[name] = Replica(url, name=name, **rules)
+
+    def join_together() -> None:
+        threads = [threading.Thread(target=join, args=[name]) for name in "ab"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    join_together()
+    until(lambda: all(min(counted(replica)) >= 0 for replica in replicas.values()), *replicas.values())
+    for replica in replicas.values():
+        replica.exchange.leave()
+    with pytest.raises(ExchangeError, match="1 of 2 replicas did not arrive at"):
+        Replica(url, name="a", timeout_seconds=0.3, **rules)
+    join_together()
+    assert replicas["a"].exchange.state.present == {"a", "b"}
+    for replica in replicas.values():
+        replica.vanish()

@@ -3,6 +3,7 @@ import errno
 import os
 import random
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -53,6 +54,36 @@ def test_what_is_created_is_read_and_stays(tmp_path: Path):
 
     for url in (str(tmp_path / "store"), f"file://{tmp_path}/store"):
         asyncio.run(use(Store.open(url)))
+
+
+_LATE_THREAD = """
+import asyncio, builtins, sys, time
+from diloco.rendezvous.store import Store
+
+wake = asyncio.SelectorEventLoop._write_to_self
+
+
+def late(loop):
+    wake(loop)
+    time.sleep(0.04)  # in the client library's thread
+
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.2)  # while Python takes itself down
+
+
+builtins.slow = Slow()
+asyncio.SelectorEventLoop._write_to_self = late
+store = Store.open(sys.argv[1])
+asyncio.run(store.create("name", b"value"))
+asyncio.run(store.get("name", most_bytes=5))
+"""
+
+
+def test_a_program_ends_well_whose_last_answer_has_just_come(tmp_path: Path):
+    command = [sys.executable, "-c", _LATE_THREAD, str(tmp_path / "store")]
+    assert subprocess.run(command, timeout=60).returncode == 0
 
 
 def test_objects_take_turns_on_a_slow_link(tmp_path, monkeypatch):

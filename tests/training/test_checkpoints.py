@@ -139,6 +139,7 @@ print(checkpoints.steps(), sorted(path.name for path in Path(sys.argv[1], "repli
 """
 
 
+@pytest.mark.usefixtures("forked_pythons")
 @pytest.mark.slow
 def test_a_full_disk_is_reported_and_costs_nothing_that_was_saved(tmp_path):
     """A file-size limit makes the write fail as a full disk does: in the middle."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import torch.distributed.run as launcher
 from tests.ports import free_port
 from tests.processes import Program, program, run_main, run_replicas
+from tests.running import torchrun as launched
 from tests.training.runs import (
     DILOCO,
     SHORT,
@@ -270,7 +270,7 @@ def test_one_of_two_machines_is_told_and_both_go_on_with_the_bits_of_one(folder,
         arguments = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(rank)]
         arguments += ["--master-addr", "127.0.0.1", "--master-port", port]
         arguments += ["-m", *command("--name", "far", *SHORT)[2:]]
-        with program(launcher.main, arguments, folder=machines[rank], GLOO_SOCKET_IFNAME="lo") as process:
+        with program(launched, arguments, folder=machines[rank], GLOO_SOCKET_IFNAME="lo") as process:
             if rank == 1:
                 wait_for(lambda: num_lines(machines[0] / "runs" / "far") >= 25, process)
                 os.kill(process.pid, signal.SIGTERM)

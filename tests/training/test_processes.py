@@ -135,6 +135,7 @@ def join_and_fail(launcher: int, folder: str) -> None:
     refuse_what_means_nothing(replace(config, num_replicas=1, num_connections=2))
 
 
+@pytest.mark.usefixtures("forked_pythons")
 @pytest.mark.slow
 def test_a_run_of_one_machine_listens_on_loopback_and_an_error_of_a_replica_arrives_whole(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

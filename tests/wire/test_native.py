@@ -152,6 +152,7 @@ def test_native_code_is_sound_under_the_sanitizers(sanitizer, tmp_path):
     flags = [
         f"-fsanitize={sanitizer}",
         "-fno-sanitize-recover=all",
+        "-fsanitize-undefined-trap-on-error",  # without a report, which takes the compiler as long as all else
         "-pthread",
         "-std=c11",
         "-ffp-contract=off",

@@ -4,6 +4,7 @@ All of it runs in one asyncio loop. The training thread sets plain values here, 
 """
 
 import asyncio
+import atexit
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from diloco.errors import DilocoError, ExchangeError, UserError
+from diloco.errors import DilocoError, ExchangeError, UserError, listed
 from diloco.rendezvous.contract import (
     MOST_DECISIONS_PER_FRAGMENT,
     Content,
@@ -184,6 +185,7 @@ class Background:
         """Start the thread."""
         self._loop, self._process = asyncio.new_event_loop(), os.getpid()
         self._thread.start()
+        atexit.register(self.stop)
 
     def _check_process(self, work: "Coroutine[Any, Any, Any] | None" = None) -> None:
         if self._process == os.getpid():
@@ -230,7 +232,8 @@ class Background:
             self._awaited.discard(future)
 
     def stop(self) -> None:
-        """Cancel all work and end the thread, bounded in time."""
+        """Cancel all work and end the thread, bounded in time; else the end of the process does."""
+        atexit.unregister(self.stop)
         if not self._thread.is_alive():
             return
         for work in self._work:
@@ -384,19 +387,20 @@ class LogThread:
         Args:
             fragment: whose outer step is waited for; −1 for the run's end.
         """
-        state, others = self.state, [replica for replica in self.state.active if replica != self._own]
+        state = self.state
+        others = [replica for replica in state.active if replica != self._own]
         if fragment < 0 and self._closes_at is not None:
-            names = ", ".join(state.members[replica].name for replica in others)
-            return f"{names or 'others that have left'} before this replica closes the run", self._closes_at
+            names = _names(state, others) or "others that have left"
+            return f"{names} before this replica closes the run", self._closes_at
         if fragment < 0 or fragment not in self.outbox.offers:
             is_uploading = fragment >= 0 and self.outbox.num_pending
             traffic = "the upload of an outer gradient to" if is_uploading else "outer steps from"
             return f"{traffic} {self._store.url}", FOR_EVER
         here = self.inbox.here[fragment]
-        names = ", ".join(state.members[replica].name for replica in others if replica not in here)
+        names = _names(state, [replica for replica in others if replica not in here]) or "others"
         decides_alone = self.draining_since is not None and state.rules.quorum == "majority"
         until = (self.draining_since or 0.0) + self._pace.drain_seconds if decides_alone else FOR_EVER
-        return f"the outer gradient of fragment {fragment} from {names or 'others'}", until
+        return f"the outer gradient of fragment {fragment} from {names}", until
 
     async def run(self, replay: Sequence[OuterRef]) -> None:
         """Follow the log until `failure` or cancellation, beginning with outer entries that were read already."""
@@ -592,3 +596,7 @@ class LogThread:
             self.news.notify_all()
         if not expected:
             raise error
+
+
+def _names(state: RunState, replicas: Sequence[int]) -> str:
+    return listed([state.members[replica].name for replica in replicas], 5)

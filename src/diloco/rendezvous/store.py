@@ -6,6 +6,7 @@ read.
 """
 
 import asyncio
+import atexit
 import errno
 import logging
 import os
@@ -20,7 +21,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
@@ -440,6 +441,7 @@ class Store:
         """
         require("obstore", extra="store")
         url, client = client_of(url)
+        _let_threads_end()
         return cls(url, client, timeout_seconds=timeout_seconds)
 
     @property
@@ -813,3 +815,16 @@ def _same(there: "obstore.Bytes", parts: Sequence[memoryview], num_bytes: int) -
             return False
         start += part.nbytes
     return True
+
+
+_SECONDS_TO_END = 0.1
+
+
+@cache
+def _let_threads_end() -> None:
+    """Let the client library's threads return from Python before it ends, once in this process.
+
+    A thread gives an answer to the loop, and then waits for Python's lock: one that does not get it before Python
+    takes itself down aborts the process (SIGABRT), after all its work is done.
+    """
+    atexit.register(time.sleep, _SECONDS_TO_END)

@@ -394,14 +394,17 @@ class _StoreSeat:
             fragments = {decision.fragment for decision in decisions}
             return bool(fragments if fragment == -1 else fragment in fragments)
 
+        def is_over() -> bool:
+            """True once nothing more is to be waited for."""
+            return is_here() or bool(log_thread.closed) or self.failure is not None
+
         with log_thread.news:
-            if not self._is_over_in_time(
-                lambda: is_here() or bool(log_thread.closed) or self.failure is not None, fragment
-            ):
+            if not self._is_over_in_time(is_over, fragment):
                 about = "" if fragment == -1 else f" about fragment {fragment}"
                 raise NoDecisionError(
                     f"no decision{about} came within {self._timeout_seconds:g} s: see with diloco store status "
-                    f"{self._store.url} which replica is missing"
+                    f"{self._store.url} which replica is missing, or has come back after the others had gone on "
+                    "without it"
                 )
             if self.failure is not None and not is_here():
                 raise ExchangeError(self.failure)
@@ -571,7 +574,7 @@ async def join(store: Store, signer: Signer, wish: Wish) -> tuple[Log, int]:
 
 
 async def missing(log: Log, own: int) -> str:
-    """The replicas that have not joined and without which the run does not begin, in words; empty if it may begin.
+    """The replicas without which no inner step is taken, in words; empty if none is missing.
 
     Raises:
         LogError: if the log is damaged.
@@ -579,9 +582,8 @@ async def missing(log: Log, own: int) -> str:
         StoreError: if the store can't be used.
     """
     await _read_on(log, own)
-    least = log.state.rules.num_replicas
-    num_missing = 0 if log.state.is_complete else least - len(log.state.present)
-    return f"{num_missing} of {least} replicas" if num_missing else ""
+    num_missing = log.state.num_missing
+    return f"{num_missing} of {log.state.rules.num_replicas} replicas" if num_missing else ""
 
 
 async def newest_snapshots(objects: Objects, log: Log, own: int) -> dict[int, StoredSnapshot]:
@@ -620,7 +622,7 @@ async def withdraw(log: Log, own: int, *, unless_complete: bool = False) -> bool
             replica's farewell counts on it.
     """
     while not (log.state.members[own].left or log.state.members[own].fenced):
-        if unless_complete and log.state.is_complete:
+        if unless_complete and not log.state.num_missing:
             return False
         _, is_own = await log.append(Leave(finished=False), author=own)
         if not is_own:

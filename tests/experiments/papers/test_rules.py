@@ -30,6 +30,7 @@ def test_the_loss_is_known_after_three_quarters_of_a_run_whose_steps_four_may_no
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_pythons")
 @pytest.mark.parametrize("name", ["few_outer_steps", "inner_optimizers"])
 def test_every_rule_and_optimizer_trains_and_has_its_place_in_table_and_figure(
     name, small_corpus, tmp_path, monkeypatch

@@ -44,6 +44,7 @@ def has_begun(job: Job) -> bool:
     return metrics.exists() and metrics.stat().st_size > 0
 
 
+@pytest.mark.usefixtures("forked_pythons")
 def test_jobs_of_one_ancestor_are_ended_and_killed(small_corpus, tmp_path):
     first, second = (endless(small_corpus, tmp_path, seed) for seed in (0, 1))
     with ThreadPoolExecutor() as threads:
@@ -65,6 +66,7 @@ def test_jobs_of_one_ancestor_are_ended_and_killed(small_corpus, tmp_path):
     assert not running_jobs()
 
 
+@pytest.mark.usefixtures("forked_pythons")
 def test_a_job_may_be_larger_than_a_sockets_buffer(small_corpus, tmp_path):
     config = tiny_config(small_corpus, tmp_path, num_tokens=1)
     job = replace(make_job(config, tmp_path / "runs"), tasks={str(i): Path("x" * 200) for i in range(5000)})
@@ -72,6 +74,7 @@ def test_a_job_may_be_larger_than_a_sockets_buffer(small_corpus, tmp_path):
         assert "num_tokens=1" in threads.submit(run_job, job).result(timeout=60)["failed"]
 
 
+@pytest.mark.usefixtures("forked_pythons")
 def test_the_ancestor_outlives_the_thread_that_started_it(small_corpus, tmp_path):
     job = make_job(labelled_runs(small_corpus, tmp_path)[-1].config, tmp_path / "runs")
     while jobs._ANCESTORS:
@@ -88,7 +91,8 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from tests.experiments.runner.test_job_processes import endless
-from diloco.experiments.runner.job import run_job
+from diloco.experiments.runner.job import _ANCESTORS, run_job
+_ANCESTORS.clear()  # that of the process that forked this one
 run_job(endless(Path(sys.argv[1]), Path(sys.argv[2]), 2))
 """
 
@@ -100,6 +104,7 @@ def is_still(path: Path) -> bool:
     return path.stat().st_size == size
 
 
+@pytest.mark.usefixtures("forked_pythons")
 def test_jobs_end_with_the_process_that_asked_for_them(small_corpus, tmp_path):
     job = endless(small_corpus, tmp_path, 2)
     command = [sys.executable, "-c", SCRIPT, str(small_corpus), str(tmp_path)]
@@ -111,6 +116,7 @@ def test_jobs_end_with_the_process_that_asked_for_them(small_corpus, tmp_path):
     wait_for(lambda: is_still(job.directory / "metrics-0.jsonl"))
 
 
+@pytest.mark.usefixtures("forked_pythons")
 def test_a_job_that_is_ended_while_it_starts_does_not_train(small_corpus, tmp_path, monkeypatch):
     job, ancestor = endless(small_corpus, tmp_path, seed=2), jobs._ancestor
 

@@ -303,6 +303,16 @@ class RunState:
         return tuple(replica for replica in range(len(self.members)) if self.is_active(replica))
 
     @property
+    def num_missing(self) -> int:
+        """Number of replicas without which none that joins takes an inner step.
+
+        It counts until the run begins; with the quorum "all" until the run ends, since replicas that all have left
+        come back one after the other, and the first would go on alone.
+        """
+        is_free = self.finished if self.rules.quorum == "all" else self.is_complete
+        return 0 if is_free else max(0, self.rules.num_replicas - len(self.present))
+
+    @property
     def present(self) -> frozenset[str]:
         """The names of the replicas that have joined and not left, but for the bridge's."""
         names = frozenset(member.name for member in self.members if not (member.left or member.fenced))
