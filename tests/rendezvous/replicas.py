@@ -5,6 +5,7 @@ Legend: P fragments, H sync period, θ a replica's parameters, Θ the outer para
 
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,11 +24,15 @@ CUTS = np.cumsum([size + 1 for size in SIZES[:P]])[:-1]
 
 
 def new_model() -> nn.Module:
-    """The same on every replica."""
-    torch.manual_seed(0)
-    model = nn.Module()
-    model.blocks = nn.ModuleList(nn.Linear(size, 1) for size in SIZES[:P])
+    """The same on every replica, though several may be built at once: torch has one generator for all threads."""
+    with _GENERATOR:
+        torch.manual_seed(0)
+        model = nn.Module()
+        model.blocks = nn.ModuleList(nn.Linear(size, 1) for size in SIZES[:P])
     return model
+
+
+_GENERATOR = threading.Lock()
 
 
 def theta0() -> list[np.ndarray]:
