@@ -314,6 +314,7 @@ def _be_programs(calls: Sequence[tuple[Any, ...]], folder: Path, imports: Sequen
 def _be_program(
     main: Callable[..., Any], args: Any, folder: Path, output: Path, errors: Path, variables: dict[str, str]
 ) -> None:
+    start_pythons()  # the server is a fork of a process that forks them
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
@@ -392,6 +393,7 @@ def _fork_replicas(
 
     By now this process has imported, for all of them, the function's module.
     """
+    start_pythons()  # as `_be_program` does
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     for module in imports:
         importlib.import_module(module)
