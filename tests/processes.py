@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jaxtyping
 import torch
 import torch.distributed as dist
 from tests.forks import fork_pythons, start_pythons
@@ -311,10 +312,16 @@ def _be_programs(calls: Sequence[tuple[Any, ...]], folder: Path, imports: Sequen
     sys.stdout.write(json.dumps(results))
 
 
+def _begin() -> None:
+    """Be no test process any more: start interpreters anew, and check no shapes, which takes a third of the time."""
+    start_pythons()
+    jaxtyping.config.update("jaxtyping_disable", True)
+
+
 def _be_program(
     main: Callable[..., Any], args: Any, folder: Path, output: Path, errors: Path, variables: dict[str, str]
 ) -> None:
-    start_pythons()  # the server is a fork of a process that forks them
+    _begin()
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
@@ -393,7 +400,7 @@ def _fork_replicas(
 
     By now this process has imported, for all of them, the function's module.
     """
-    start_pythons()  # as `_be_program` does
+    _begin()
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     for module in imports:
         importlib.import_module(module)
