@@ -38,7 +38,7 @@ CHECKED = [
     "diloco.wire.integers",
     "diloco.wire.sparse",
 ]
-"""Modules in which shapes and types of the mathematics are checked at every call of a test process."""
+"""Modules in which shapes and types of the mathematics are checked at every call, in replicas, too."""
 
 # Before anything imports one of them.
 install_import_hook(CHECKED, "beartype.beartype")

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import jaxtyping
 import torch
 import torch.distributed as dist
 from tests.forks import fork_pythons, start_pythons
@@ -312,16 +311,10 @@ def _be_programs(calls: Sequence[tuple[Any, ...]], folder: Path, imports: Sequen
     sys.stdout.write(json.dumps(results))
 
 
-def _begin() -> None:
-    """Be no test process any more: start interpreters anew, and check no shapes, which takes a third of the time."""
-    start_pythons()
-    jaxtyping.config.update("jaxtyping_disable", True)
-
-
 def _be_program(
     main: Callable[..., Any], args: Any, folder: Path, output: Path, errors: Path, variables: dict[str, str]
 ) -> None:
-    _begin()
+    start_pythons()  # the server is a fork of a process that forks them
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
@@ -400,7 +393,7 @@ def _fork_replicas(
 
     By now this process has imported, for all of them, the function's module.
     """
-    _begin()
+    start_pythons()  # as `_be_program` does
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     for module in imports:
         importlib.import_module(module)
