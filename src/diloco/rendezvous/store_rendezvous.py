@@ -234,7 +234,7 @@ class StoreRendezvous:
         )
 
     def _wait_for_companions(self, log: Log, own: int) -> None:
-        """Wait until so many replicas are present that the run may begin.
+        """Wait until no replica is missing without which this one takes no inner step.
 
         Raises:
             ExchangeError: naming how many are missing, if too few join in time; then this replica has left.
@@ -249,7 +249,7 @@ class StoreRendezvous:
             )
         except ExchangeError:
             with suppress(DilocoError):
-                farewell = withdraw(log, own, unless_complete=True)
+                farewell = withdraw(log, own, only_if_missing=True)
                 if not self._background.wait(farewell, _SECONDS_TO_WITHDRAW, "the store"):
                     return
             raise
@@ -612,17 +612,17 @@ async def _read_on(log: Log, own: int) -> None:
         log.state.check_goes_on(own, entry)
 
 
-async def withdraw(log: Log, own: int, *, unless_complete: bool = False) -> bool:
+async def withdraw(log: Log, own: int, *, only_if_missing: bool = False) -> bool:
     """Leave again, before a first step; True if this replica has left, or another has its place.
 
     Args:
         log: of the run.
         own: this replica.
-        unless_complete: stay where the run may begin: a companion whose join stands in the log before this
-            replica's farewell counts on it.
+        only_if_missing: stay where nobody is missing any more: a companion whose join stands in the log before
+            this replica's farewell counts on it.
     """
     while not (log.state.members[own].left or log.state.members[own].fenced):
-        if unless_complete and not log.state.num_missing:
+        if only_if_missing and not log.state.num_missing:
             return False
         _, is_own = await log.append(Leave(finished=False), author=own)
         if not is_own:

@@ -609,7 +609,7 @@ CAST(fp16, uint16_t, of_fp16, saturated_fp16, fp16_pack_runs, fp16_unpack_runs)
 OUTER_STEP(outer_step, float, itself, itself)
 OUTER_STEP(outer_step_bf16, uint16_t, of_bf16, to_bf16)
 
-// The part of diloco.outer.step's sum that n elements from block k on give.
+// The part of diloco.outer.digest's sum that n elements from block k on give.
 WIDE uint64_t outer_digest(const float *x, int64_t n, uint64_t k) {
     enum { ROWS = 255, COLUMNS = 256, BLOCK = ROWS * COLUMNS };
     uint64_t total = 0;

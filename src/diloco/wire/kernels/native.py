@@ -191,7 +191,7 @@ class Native:
         _on_threads(call, vectors[0].numel(), 16)
 
     def outer_digest(self, outer_N: Tensor, block: int) -> int:
-        """The digest of Θ in `diloco.outer.step`, whose blocks have `block` elements."""
+        """The digest of Θ in `diloco.outer.digest`, whose blocks have `block` elements."""
         _check_reach("Θ", outer_N, torch.float32, outer_N.numel())
         digest = self.function("outer_digest", c_void_p, c_int64, c_uint64, result=c_uint64)
         parts: list[int] = []
