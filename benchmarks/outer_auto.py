@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import diloco
+from diloco.auto import chosen
 from diloco.models.decoder_config import DecoderConfig
-from diloco.presets import chosen
 
 POINTS = (
     *("auto", "0.5,0", "0.7,0", "1,0", "1.3,0", "0.5,0.3", "0.7,0.3", "1,0.3"),

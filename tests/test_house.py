@@ -23,6 +23,7 @@ ROOMS = [
         "schema",
         "schedule",
         "presets",
+        "auto",
         "fragments",
         "wire",
         "outer",
@@ -33,7 +34,7 @@ ROOMS = [
 """A room imports only from rooms that stand before it."""
 ENTRANCES = ("__init__.py", "__main__.py")
 """Files of the package itself, which may import from every room."""
-WITHOUT_TORCH = ("presets", "schedule", "wire.formats", "published", "simulator", "scaling", "fleets")
+WITHOUT_TORCH = ("presets", "auto", "schedule", "wire.formats", "published", "simulator", "scaling", "fleets")
 FOLDERS = ("src", "tests", "benchmarks", "examples", "docs")
 RIDDLES = ("found", "it", "of", "said", "those", "told", "what")
 """Names that no variable has: they do not say what it holds."""

@@ -13,7 +13,7 @@ from tests.engine.cases import Case, inner_step
 from tests.processes import run_replicas
 
 import diloco
-from diloco.presets import chosen, expected_excess, warning_of_frequent
+from diloco.auto import chosen, expected_excess, warning_of_frequent
 from diloco.training.config.config import TrainConfig, from_json, to_json
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import with_method_values

@@ -11,9 +11,9 @@ from tests.rendezvous.replicas import Replica
 from tests.simulator.cases import task, with_replicas
 from tests.training.test_metrics import metrics
 
+from diloco.auto import chosen
 from diloco.data.config import DataConfig
 from diloco.data.prepare import PrepareProgress
-from diloco.presets import chosen
 from diloco.report.setup import setup
 from diloco.report.terminal import training
 from diloco.report.terminal.tables import remedy_sentence

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from diloco.auto import AUTO, NO_AUTO_IN_A_STORE, chosen
 from diloco.engine.outer_state import SENT_THETA
 from diloco.engine.parameters import is_sharded, local
 from diloco.errors import UserError, nearest, setting
@@ -27,7 +28,6 @@ from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import RULE, OuterRule
 from diloco.outer.rules import merge_rule, outer_rule
 from diloco.outer.torch_optimizer import rule_of_optimizer
-from diloco.presets import AUTO, NO_AUTO_IN_A_STORE, chosen
 from diloco.rendezvous.contract import Rendezvous, is_rendezvous
 from diloco.schedule import Schedule
 from diloco.wire import codec

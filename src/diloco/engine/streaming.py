@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
+from diloco.auto import warning_of_frequent
 from diloco.engine.checkpoint import FORMAT
 from diloco.engine.fixed import FixedMembership
 from diloco.engine.hooks import Attachment, ModelLoads, check_trains, trained_by
@@ -40,7 +41,6 @@ from diloco.outer.merge import MergeRule, Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import OuterRule
 from diloco.outer.step import OuterStep, cosine_of, products_of
-from diloco.presets import warning_of_frequent
 from diloco.rendezvous.contract import Rendezvous
 from diloco.schedule import Schedule, schedule_of
 from diloco.wire.kernels.memory import begin_to_host

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import combinations, product
 
+from diloco.auto import chosen
 from diloco.errors import UserError
 from diloco.fleets.estimates import (
     Forecast,
@@ -30,7 +31,7 @@ from diloco.fleets.estimates import (
     simulated,
     store_overlap,
 )
-from diloco.presets import PRESETS, Method, chosen
+from diloco.presets import PRESETS, Method
 from diloco.rendezvous.prices import Prices, PriceTable
 from diloco.scaling.hyperparameters import hyperparameters
 from diloco.scaling.laws import TOKENS_PER_PARAM

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from diloco.auto import MOST_FITTED_REPLICAS
 from diloco.fleets.planner import MONTH_HOURS, Answer, FleetPlan, FleetTask, Relaxation
-from diloco.presets import MOST_FITTED_REPLICAS
 from diloco.report.terminal.tables import new_table
 from diloco.scaling.prediction import loss_notes
 from diloco.units import amount

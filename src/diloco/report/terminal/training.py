@@ -11,11 +11,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
+from diloco.auto import chosen, expected_excess
 from diloco.data.prepare import PrepareProgress, ProgressCallback
 from diloco.data.shards import read_index, total
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rules import rules_of
-from diloco.presets import chosen, expected_excess
 from diloco.report.setup import learning_rate_text
 from diloco.report.text import duration, megabytes
 from diloco.schema import converted

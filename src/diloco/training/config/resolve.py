@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from diloco.auto import AUTO, NO_AUTO_IN_A_STORE, chosen
 from diloco.data.config import DataConfig
 from diloco.data.shards import INDEX_FILE, MOST_TOKENS, read_index, total
 from diloco.errors import FileError, UserError, nearest, setting
 from diloco.files import expanded, memory_bytes
 from diloco.models.spec import ModelConfig
-from diloco.presets import AUTO, METHODS, NO_AUTO_IN_A_STORE, chosen, own_settings
+from diloco.presets import METHODS, own_settings
 from diloco.schema import Count, flat, read_bytes, without_format
 from diloco.training.config.config import (
     FORMAT,

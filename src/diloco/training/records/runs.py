@@ -15,12 +15,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from diloco.auto import AUTO
 from diloco.data.config import DataConfig
 from diloco.data.shards import INDEX_FILE
 from diloco.errors import FileError, UserError, listed
 from diloco.exchange.transport import barrier, fail_together, share
 from diloco.files import expanded, make_directory, write_json, writing
-from diloco.presets import AUTO
 from diloco.schema import read_json, without_format
 from diloco.training.config.config import (
     FORMAT,
