@@ -22,7 +22,7 @@ if os.access("/dev/shm", os.W_OK):
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-# Test processes, too, begin with tests/startup/sitecustomize.py.
+# All processes of the tests begin with tests/startup/sitecustomize.py; forks inherit it from this one.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).with_name("startup")), os.environ.get("PYTHONPATH")])
 )
@@ -54,6 +54,7 @@ from tests.servers import seaweedfs as seaweedfs
 from tests.servers import server as server
 from tests.servers import short_pauses as short_pauses
 from tests.servers import use_environment as use_environment
+from tests.startup import sitecustomize as sitecustomize
 from tests.training.runs import BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT, run
 
 from diloco.training.processes import num_cores

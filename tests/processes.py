@@ -35,7 +35,7 @@ from diloco.training.processes import end_with_parent
 
 # Each replica is a fork of one process that has imported torch: it starts in milliseconds instead of seconds.
 _CONTEXT = get_context("forkserver")
-_LIBRARIES = [
+_IMPORTED = [
     "pytest",
     "hypothesis",
     "typeguard",
@@ -44,21 +44,17 @@ _LIBRARIES = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "torch.utils.tensorboard",
+    "diloco.training.loop",
+    "diloco.models.language_model",
+    "diloco.cli.train",
+    "diloco.report.reach",
+    "diloco.report.runs",
+    "diloco.report.terminal.training",
+    "diloco.rendezvous.store_rendezvous",
+    "diloco.wire.floats",
+    "diloco.wire.sparse",
 ]
-_CONTEXT.set_forkserver_preload(
-    [
-        *_LIBRARIES,
-        "diloco.training.loop",
-        "diloco.models.language_model",
-        "diloco.cli.train",
-        "diloco.report.reach",
-        "diloco.report.runs",
-        "diloco.report.terminal.training",
-        "diloco.rendezvous.store_rendezvous",
-        "diloco.wire.floats",
-        "diloco.wire.sparse",
-    ]
-)
+_CONTEXT.set_forkserver_preload(_IMPORTED)
 _FRAMEWORKS = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
@@ -78,12 +74,13 @@ SAMPLES = {"WHOLE_SAMPLES": "1"}
 def share_server() -> None:
     """Let the test processes that this one starts fork from its server.
 
-    It and they are forks of this process, which imports torch once for all. What the server's forks print is lost:
-    pytest would show it amid the report.
+    It and they are forks of this process, which imports torch once for all, and spares them from collections of
+    garbage. What the server's forks print is lost: pytest would show it amid the report.
     """
     fork_pythons()
-    for module in _LIBRARIES:
+    for module in _IMPORTED:
         importlib.import_module(module)
+    gc.freeze()
     if _CAN_SHARE:
         streams, null = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
         for number in (1, 2):
