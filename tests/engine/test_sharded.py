@@ -311,10 +311,10 @@ def test_a_shard_may_be_empty(small_models):
 
 
 def start_with_odd_shards() -> list[str]:
-    """The refusals of models that are sharded in other ways."""
+    """The refusals of models that are sharded in other ways, and of a rule with norms over a fragment."""
     mesh = processes(2)
     messages = []
-    for build in (_half_sharded, _over_all):
+    for build, outer in ((_half_sharded, None), (_over_all, None), (_as_it_should_be, torch.optim.Adafactor)):
         model = build(mesh)
         try:
             diloco.StreamingDiLoCo(
@@ -322,6 +322,7 @@ def start_with_odd_shards() -> list[str]:
                 fragments=diloco.whole(model),
                 schedule=diloco.Schedule(sync_every=2, num_fragments=1),
                 exchange=diloco.ProcessGroupExchange(mesh.get_group("replica"), timeout_seconds=20),
+                outer=outer,
             )
         except diloco.UserError as error:
             messages.append(str(error))
@@ -340,10 +341,16 @@ def _over_all(mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+def _as_it_should_be(mesh: DeviceMesh) -> nn.Module:
+    model = OneRow()
+    return sharded(model, model.layers, mesh)
+
+
 def test_a_model_that_is_not_sharded_over_its_replica_is_refused(small_models):
-    for half, over_all in small_models[1]:
+    for half, over_all, norms in small_models[1]:
         assert "layers.1.weight is on one process" in half and "mesh=mesh['shard']" in half
         assert "a replica's mesh has no process of another replica" in over_all
+        assert norms.startswith("outer=torch.optim.Adafactor computes with norms over a fragment")
 
 
 def train_beside_frozen_parameters() -> str:

@@ -17,6 +17,7 @@ from torch import nn
 import diloco
 from diloco.exchange import notices
 from diloco.exchange.notices import Notices
+from diloco.exchange.process_group import Messages
 from diloco.exchange.transport import Channel, Tag, Transport
 
 TIMEOUT_SECONDS = 600.0
@@ -103,6 +104,23 @@ def test_the_notice_of_an_earlier_finish_stops_nobody(has_finished_before):
     with theirs.finishing(8), mine.watching(wait):
         mine.look()
     assert bool(reasons) != has_finished_before
+
+
+def test_a_store_that_is_gone_is_looked_at_once():
+    looks = []
+
+    def check(keys: list[str]) -> bool:
+        looks.append(keys)
+        raise RuntimeError("Broken pipe")
+
+    mine = Notices(SimpleNamespace(check=check), 1, 2, 2)
+    payloads, cpu = {0: torch.zeros(9, dtype=torch.uint8)}, torch.device("cpu")
+    messages = Messages(payloads, cpu, Tag(Channel.PAYLOAD), 5.0, mine, None)
+    with messages.blaming(0):
+        raise RuntimeError("Connection closed by peer")
+    with pytest.raises(diloco.ExchangeError, match="its process has ended"):
+        messages.wait()
+    assert len(looks) == 1
 
 
 def interrupt_what_has_come() -> list[int]:

@@ -115,13 +115,17 @@ def test_a_config_keeps_auto_and_is_resolved_by_its_length():
     [(2, None, 0.5, 4), (4, None, 0.5, 0), (15, None, 0.0, 16), (16, None, 0.0, 0), (1, "sgd:lr=1", 0.0, 0)],
 )
 def test_outer_steps_that_are_too_frequent_for_their_momentum_are_named(
-    sync_every: int, rule: str | None, mixing: float, least: int, caplog
+    sync_every: int, rule: str | None, mixing: float, least: int, caplog, monkeypatch
 ) -> None:
     setting = {"fragments": "whole", "sync_every": sync_every, "outer": rule, "overlap_steps": 0}
     diloco.StreamingDiLoCo(torch.nn.Linear(2, 2), exchange=diloco.LoopbackExchange(), mixing=mixing, **setting)
     expected = f"sync_every={sync_every} inner steps are too frequent for lr=0.4"
     assert (expected in caplog.text and f"sync_every={least} or more" in caplog.text) == bool(least)
     assert bool(caplog.text) == bool(least)
+    caplog.clear()
+    monkeypatch.setenv("LOCAL_RANK", "1")  # another process of the same replica, on its machine
+    diloco.StreamingDiLoCo(torch.nn.Linear(2, 2), exchange=diloco.LoopbackExchange(), mixing=mixing, **setting)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("mixing", [0.0, 0.5, 0.9])

@@ -2,8 +2,12 @@
 
 import os
 import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from threading import Barrier
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -337,6 +341,33 @@ def test_rda_of_equal_vectors_is_their_mean_and_of_opposite_ones_0():
         equal = cohort if factor == 1 else Cohort.equal(2)
         rule.on_average(FragmentState(vectors.__getitem__, spans), average, Sync(0, 1, 1), equal)
         torch.testing.assert_close(-vectors["outer"], expected_N)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rda_has_the_same_bits_however_the_parameters_are_cut(seed):
+    cohort, generator = Cohort((0, 1), (1.0, 0.5)), torch.Generator().manual_seed(seed)
+    deltas = torch.randn(2, 30, 100, generator=generator)
+
+    def stepped(rows: slice, add_up: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        own, vectors = deltas[:, rows].flatten(1), {}
+        total_N = own[0] + 0.5 * own[1]
+        use = lambda slot: vectors.setdefault(slot, torch.zeros_like(total_N))  # noqa: E731
+        fragment = FragmentState(use, {"weight": Span((total_N.numel() // 100, 100), 0)}, add_up)
+        RDA().on_average(fragment, Average(total_N, 1.5, lambda: iter(own)), Sync(0, 1, 1), cohort)
+        return vectors["outer"]
+
+    cuts, values = (slice(0, 7), slice(7, 30)), {}
+    everyone = Barrier(len(cuts))
+
+    def add_up(index: int, own: torch.Tensor) -> torch.Tensor:
+        everyone.wait(10)
+        values[index] = own
+        everyone.wait(10)
+        return values[0] + values[1]
+
+    with ThreadPoolExecutor(len(cuts)) as pool:
+        parts = pool.map(lambda index: stepped(cuts[index], partial(add_up, index)), range(len(cuts)))
+        assert torch.equal(torch.cat([*parts]), stepped(slice(30), lambda values: values))
 
 
 @pytest.mark.parametrize("name", RULE_SPECS)

@@ -45,6 +45,12 @@ def test_an_optimizer_steps_on_theta_as_it_does_alone(name: str) -> None:
         torch.testing.assert_close(vectors["outer"], expected_N.detach(), rtol=0, atol=0)
 
 
+def test_a_step_with_a_norm_over_the_vector_is_told_from_one_of_each_element() -> None:
+    rules = [TorchOptimizer(kind, settings) for kind, settings in OPTIMIZERS.values()]
+    assert all(rule.is_elementwise for rule in rules)
+    assert not TorchOptimizer(torch.optim.Adafactor, {}).is_elementwise
+
+
 def test_sgd_with_nesterovs_momentum_is_nesterov() -> None:
     sgd = torch.optim.SGD([torch.zeros(1)], lr=0.7, momentum=0.8, nesterov=True)
     assert rule_of_optimizer(sgd) == Nesterov(lr=0.7, momentum=0.8)

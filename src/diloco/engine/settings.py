@@ -27,7 +27,7 @@ from diloco.outer.merge import MergeRule, Mixing, Translation
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import RULE, OuterRule
 from diloco.outer.rules import merge_rule, outer_rule
-from diloco.outer.torch_optimizer import rule_of_optimizer
+from diloco.outer.torch_optimizer import TorchOptimizer, rule_of_optimizer
 from diloco.rendezvous.contract import Rendezvous, is_rendezvous
 from diloco.schedule import Schedule
 from diloco.wire import codec
@@ -116,12 +116,20 @@ class Settings:
         Raises:
             UserError: naming both.
         """
-        has_several = isinstance(transport, LeaderExchange) or any(map(is_sharded, model.parameters()))
+        has_shards = any(map(is_sharded, model.parameters()))
+        has_several = isinstance(transport, LeaderExchange) or has_shards
         if self.buffers == "average" and has_several:
             raise UserError(
                 "buffers=average needs replicas of one process, since each process has buffers of its own: leave "
                 "it out, and estimate the buffers anew for Θ (torch.optim.swa_utils.update_bn)",
                 "buffers",
+            )
+        if has_shards and isinstance(self.outer, TorchOptimizer) and not self.outer.is_elementwise:
+            raise UserError(
+                f"outer={self.outer.facts()['class']} computes with norms over a fragment, of which each process "
+                "of a sharded replica has a part: take a rule of each element alone, such as torch.AdamW, or rda, "
+                "which adds up norms over the shards",
+                "outer",
             )
         if transport.ordered and self.reduction.num_phases > 1:
             raise UserError(

@@ -277,9 +277,9 @@ class StreamingDiLoCo:
         _WATCHED.add(self)
 
     def _warn_of_frequent(self) -> None:
-        """Name outer steps that follow each other too soon."""
-        rule = self.settings.outer
-        if isinstance(rule, Nesterov) and self._replica.number == 0:
+        """Name outer steps that follow each other too soon; of a machine's processes the first says so."""
+        rule, is_first = self.settings.outer, os.environ.get("LOCAL_RANK", "0") == "0"
+        if isinstance(rule, Nesterov) and self._replica.number == 0 and is_first:
             mixing, sync_every = self.settings.mixing, self.settings.schedule.sync_every
             alpha = mixing.alpha if isinstance(mixing, Mixing) else 0.0
             warning = warning_of_frequent(rule.lr, rule.momentum, sync_every, alpha)

@@ -178,8 +178,8 @@ class Notices:
             self._thread.start()
             _ALIVE.add(self)
 
-    def look(self) -> None:
-        """Read the notices, and interrupt every wait that is in vain."""
+    def look(self) -> bool:
+        """Read the notices, and interrupt every wait that is in vain; False if their store is gone."""
         try:
             if self.failure is None and self._store.check(["failure"]):
                 self.failure = _readable(self._store.get("failure"))
@@ -189,6 +189,8 @@ class Notices:
                     wait.interrupt(reason)
         except RuntimeError:
             self._in_flight = False  # the store is gone: so are the connections to the process that held it
+            return False
+        return True
 
     def _never_comes(self, tag: Tag) -> str | None:
         """The reason why an exchange will not take place."""

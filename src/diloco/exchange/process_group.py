@@ -168,10 +168,11 @@ class Messages:
     def _error(self) -> ExchangeError:
         """The error of messages that did not come, with its cause where a replica has posted it."""
         missing = () if self._answers is None else tuple(sorted(self._missing))
-        deadline = time.monotonic() + _SECONDS_FOR_THE_CAUSE
-        while self.interruption is None and self._notices.failure is None and time.monotonic() < deadline:
+        deadline, can_look = time.monotonic() + _SECONDS_FOR_THE_CAUSE, True
+        # Of a store that is gone torch prints a stack at each look.
+        while can_look and time.monotonic() < deadline and (self.interruption or self._notices.failure) is None:
             with suppress(TimeoutError):  # the store's process stands still
-                within(deadline - time.monotonic(), self._notices.look)
+                can_look = within(deadline - time.monotonic(), self._notices.look)
             time.sleep(0.05)  # a replica that fails closes its connections a moment before it says why
         if (cause := self.interruption or self._notices.failure) is not None:
             return ExchangeError(f"{self.tag}: {cause}", missing)

@@ -13,7 +13,7 @@ from diloco.outer.averages import Average, weigh_in
 from diloco.outer.cohort import Cohort
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState, Span
-from diloco.wire.kernels.memory import elements_at_once, empty
+from diloco.wire.kernels.memory import elements_at_once, empty, widest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class RDA(Nesterov):
     def _direct(self, fragment: FragmentState, average: Average, cohort: Cohort, directed: Sequence[Span]) -> None:
         """Write D of the directed parameters to the total, in two passes over the outer gradients."""
         squares_MxK = torch.stack([_squares(delta_N, directed) for delta_N in average.deltas()])
-        norms_MxK = fragment.sum_over_shards(squares_MxK).sqrt()
+        norms_MxK = _lengths(fragment, squares_MxK, on=average.total_N.device)
         radius_K, total_N = torch.zeros_like(norms_MxK[0]), average.total_N
         members = zip(average.deltas(), norms_MxK, cohort.weights, strict=True)
         for index, (delta_N, norm_K, weight) in enumerate(members):
@@ -57,7 +57,7 @@ class RDA(Nesterov):
             for span, norm in zip(directed, torch.where(norm_K > 0, norm_K, torch.inf), strict=True):
                 for total_n, delta_n in zip(_pieces(total_N, (span,)), _pieces(delta_N, (span,)), strict=True):
                     weigh_in(total_n, delta_n / norm, weight, is_first=not index)
-        length_K = fragment.sum_over_shards(_squares(total_N, directed)).sqrt()
+        length_K = _lengths(fragment, _squares(total_N, directed), on=total_N.device)
         factor_K = Average(radius_K, average.weight).divided() / torch.where(length_K > 0, length_K, torch.inf)
         for span, factor in zip(directed, factor_K, strict=True):
             for total_n in _pieces(total_N, (span,)):
@@ -70,11 +70,19 @@ def _pieces(flat_N: Tensor, spans: Sequence[Span]) -> Iterator[Tensor]:
         yield from span.of(flat_N).split(elements_at_once(flat_N.device))
 
 
+def _lengths(fragment: FragmentState, squares: Tensor, *, on: torch.device) -> Tensor:
+    """‖x‖ on a device, FP32, from this process's ‖x‖²: FP64 and one rounding hide how a parameter is cut."""
+    return fragment.sum_over_shards(squares).sqrt().to(on, torch.float32)
+
+
 def _squares(flat_N: Tensor, spans: Sequence[Span]) -> Tensor:
-    """‖x‖² of each parameter (K), of this process's part."""
-    squares_n = empty(max(span.of(flat_N).numel() for span in spans), flat_N.dtype, flat_N.device)
+    """‖x‖² of each parameter, FP64 (K), of this process's part; on the CPU where a device has no FP64."""
+    has_fp64 = widest(flat_N.device) is torch.float64
+    device = flat_N.device if has_fp64 else torch.device("cpu")
     vectors = [span.of(flat_N) for span in spans]
-    return torch.stack([_sum_by_halves(torch.mul(x_n, x_n, out=squares_n[: x_n.numel()])) for x_n in vectors])
+    squares_n = empty(max(vector_n.numel() for vector_n in vectors), torch.float64, device)
+    copies = (squares_n[: x_n.numel()].copy_(x_n) for x_n in vectors)
+    return torch.stack([_sum_by_halves(x_n.mul_(x_n)) for x_n in copies])
 
 
 def _sum_by_halves(values_n: Tensor) -> Tensor:

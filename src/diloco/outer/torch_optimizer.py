@@ -29,7 +29,8 @@ _WAYS = ("foreach", "fused", "capturable", "differentiable")
 class TorchOptimizer(OuterRule):
     """Θ, s ← step(Θ, Δ, s), with the step and the state s of a torch optimizer.
 
-    Each fragment is one flat parameter of an optimizer of its own: a norm over a parameter is one over a fragment.
+    Each fragment is one flat parameter of an optimizer of its own: a norm over a parameter is one over a fragment,
+    which a sharded replica of a fixed group does not have whole.
     A tensor of s with an element for each of Θ's is a slot. So is a scalar, such as Adam's number of steps: each
     element of its slot holds it, so that a saved state may be cut into other fragments or shards. Θ has the same
     bits on all replicas if they have the same torch, and the same model of processor or GPU.
@@ -91,6 +92,21 @@ class TorchOptimizer(OuterRule):
                     "outer",
                 )
         return tuple(vectors), tuple(scalars)
+
+    @property
+    def is_elementwise(self) -> bool:
+        """True if each element's step is the same beside any others: a vector's is that of its parts."""
+        values_N = torch.arange(1, 8, dtype=torch.float32, device="cpu")
+        parts = [self._after_two_steps(part_n) for part_n in values_N.split(3)]
+        return torch.allclose(torch.cat(parts), self._after_two_steps(values_N))
+
+    def _after_two_steps(self, values_n: Tensor) -> Tensor:
+        theta_n = values_n.clone().requires_grad_()
+        optimizer = self._kind([theta_n], **self._settings)
+        for factor in (1.0, -0.5):
+            theta_n.grad = factor * values_n
+            optimizer.step()
+        return theta_n.detach()
 
     def facts(self) -> Mapping[str, JSON]:
         """The class and its settings."""
