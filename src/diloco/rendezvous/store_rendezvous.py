@@ -25,7 +25,7 @@ from diloco.rendezvous.deciding import Pace
 from diloco.rendezvous.log.entries import FORMAT, MOST_SHARES, Create, Join, Leave, LogError, Rules
 from diloco.rendezvous.log.index import newest_state
 from diloco.rendezvous.log.keys import VARIABLE, Signer, signer_of_environment
-from diloco.rendezvous.log.log import ENTRY, Log, begun, sealed_entry, source_of, stored_entry
+from diloco.rendezvous.log.log import ENTRY, Log, begun, check_none_later, sealed_entry, source_of, stored_entry
 from diloco.rendezvous.log.run import MOST_TOKENS, OuterRef, RunState
 from diloco.rendezvous.log_thread import Background, LogThread
 from diloco.rendezvous.objects import Objects
@@ -632,6 +632,7 @@ async def withdraw(log: Log, own: int, *, only_if_missing: bool = False) -> bool
 
 async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
     """Entry 0, from this replica or from another that was faster."""
+    await check_none_later(store, 0, patience_seconds=wish.timeout_seconds)
     await assert_sound(store)
     allowed = (signer.public,) if signer.public else ()
     body = Create(format=FORMAT, rules=wish.rules, facts=dict(wish.facts), creator=signer.public, allowed=allowed)
