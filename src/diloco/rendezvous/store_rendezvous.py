@@ -164,6 +164,11 @@ class StoreRendezvous:
         return bool(self.state.closed) and self.entry == self.state.number - 1
 
     @property
+    def waits_since(self) -> float | None:
+        """Time, by `time.monotonic`, since which the training thread waits for decisions; None if it does not."""
+        return None if self._seat is None else self._seat.waits_since
+
+    @property
     def timeout_seconds(self) -> float:
         """Longest time that joining, leaving, or a decision that is waited for, may take."""
         return self._timeout_seconds
@@ -321,6 +326,8 @@ class _StoreSeat:
         self._last_step: tuple[float, int] | None = None  # time and inner steps when these changed last
         self._durations = deque[float](maxlen=64)  # of the last inner steps
         self._has_drained = self._is_closing = False
+        self.waits_since: float | None = None
+        """Time since which the training thread waits for decisions; None while it does not."""
         self._told_at: dict[bool, float] = {}
         """Time at which a wait was logged last: of those for the run's end, and of those for a fragment."""
 
@@ -399,7 +406,12 @@ class _StoreSeat:
             return is_here() or bool(log_thread.closed) or self.failure is not None
 
         with log_thread.news:
-            if not self._is_over_in_time(is_over, fragment):
+            self.waits_since = time.monotonic()
+            try:
+                is_in_time = self._is_over_in_time(is_over, fragment)
+            finally:
+                self.waits_since = None
+            if not is_in_time:
                 about = "" if fragment == -1 else f" about fragment {fragment}"
                 raise NoDecisionError(
                     f"no decision{about} came within {self._timeout_seconds:g} s: see with diloco store status "
