@@ -209,7 +209,9 @@ async def check_none_later(store: Store, number: int, *, patience_seconds: float
         LogError: naming both.
         StoreError: if the store can't be listed.
     """
-    names = [name for name, _ in await store.list("log", after=ENTRY.name(number), patience_seconds=patience_seconds)]
+    names = [
+        name for name, _ in await store.list("log", after=ENTRY.name(number), patience_seconds=patience_seconds)
+    ]
     later = [name for name in names if is_entry(name)]
     if later and await stored_entry(store, number, patience_seconds=patience_seconds) is None:
         raise LogError(
