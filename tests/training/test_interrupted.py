@@ -187,9 +187,7 @@ def test_a_signal_is_obeyed_though_others_keep_a_replica_waiting(tmp_path, monke
     with stopping.stoppable() as stop:
         stop.save_first(replace(alone(), rendezvous=rendezvous), 0)
         threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
-        with pytest.raises(
-            Stopped, match=r"^stopped by SIGTERM: this step is not saved: it waits for other replicas"
-        ):
+        with pytest.raises(Stopped, match=r"^stopped by SIGTERM: this step is not saved: it waits for others"):
             for _ in range(20):
                 ours.step()
     rendezvous.abort("the test is over")

@@ -148,7 +148,7 @@ class Stop:
                 continue
             heard_at, since = heard_at or time.monotonic(), rendezvous.waits_since
             if since is not None and time.monotonic() > max(heard_at, since) + _SECONDS_TO_ANSWER:
-                self._fail(f"{self._where}: it waits for other replicas, or the store")
+                self._fail(f"{self._where}: it waits for others, or for the store")
                 return
 
     def _largest_step(self, store: dist.Store) -> int:
