@@ -391,8 +391,8 @@ def test_a_replica_that_comes_back_does_not_end_those_that_have_gone_on(tmp_path
 def in_turn(*replicas: Replica, num_steps: int) -> None:
     """Let replicas that wait for each other take as many steps."""
     with ThreadPoolExecutor(len(replicas)) as pool:
-        for _ in pool.map(lambda replica: [replica.step() for _ in range(num_steps)], replicas):
-            pass
+        for work in [pool.submit(lambda r=replica: [r.step() for _ in range(num_steps)]) for replica in replicas]:
+            work.result()
 
 
 def test_leaving_says_that_an_own_payload_is_not_in_the_store(tmp_path) -> None:

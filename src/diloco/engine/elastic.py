@@ -639,9 +639,9 @@ class ElasticMembership(Membership):
         if self._waits and len(missed) > 1 and not self.joined.rules.bridge:
             self.rendezvous.leave()
             raise UserError(
-                "the run waits for all of its replicas (quorum=all), and the others have gone on without this one: "
-                "they are at another place of the schedule, where all would wait for each other; let them finish, "
-                "or begin a run with quorum=majority from what diloco export writes",
+                "the run waits for all of its replicas (quorum=all), and the others have gone on without this "
+                "one: they are at another place of the schedule, where all would wait for each other; let them "
+                "finish, or begin a run with quorum=majority from what diloco export writes",
                 "quorum",
             )
 
