@@ -740,7 +740,10 @@ def accepted_of(replica: Replica, run: str, state: object) -> dict[str, Any]:
         UserError: if it is another's, or lacks what `state_dict` gives.
     """
     if not isinstance(state, Mapping) or state.get("run") != run:
-        raise UserError("the state is not that of a replica of this run: load the state that such a one saved")
+        raise UserError(
+            "the state is not that of a replica of this run: bring back the store of its run, or begin here "
+            "without the state, under another name"
+        )
     settings, own = replica.settings, replica.parameters.by_name
     accepted: dict[str, Any] = {"run": run, **elastic_values_checked(state, num_fragments=len(settings.fragments))}
     for kind, names in ((OUTER, own), (ERROR, own if settings.error_feedback is not None else ())):
