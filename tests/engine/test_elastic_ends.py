@@ -364,6 +364,37 @@ def test_a_fresh_process_is_refused_where_all_wait_for_each_other(tmp_path) -> N
     again.finish()
 
 
+def test_a_replica_that_comes_back_does_not_end_those_that_have_gone_on(tmp_path) -> None:
+    """With the quorum "all" it would offer fragment 0 where they offer 1, and all would wait for each other."""
+    ours, other = (Replica(str(tmp_path), name=name, quorum="all", first_target=n) for n, name in enumerate("ab"))
+    in_turn(ours, other, num_steps=2 * H)
+    model, state, slot = ours.model.state_dict(), ours.engine.state_dict(), ours.exchange.slot
+    ours.exchange.leave()
+
+    def num_missed() -> int:
+        return sum(log.round - log.last_round.get(slot, 0) for log in other.exchange.state.fragments)
+
+    for num_rounds in (1, P):
+        until(lambda: num_missed() == num_rounds, other)  # noqa: B023
+        again = Replica(str(tmp_path), name="a")
+        again.model.load_state_dict(model)
+        if num_rounds == P:
+            again.engine.load_state_dict(state)
+            in_turn(again, other, num_steps=2 * H)
+        else:
+            with pytest.raises(UserError, match=r"\(quorum=all\), and the others have gone on without this one"):
+                again.engine.load_state_dict(state)
+    for replica in (again, other):
+        replica.vanish()
+
+
+def in_turn(*replicas: Replica, num_steps: int) -> None:
+    """Let replicas that wait for each other take as many steps."""
+    with ThreadPoolExecutor(len(replicas)) as pool:
+        for work in [pool.submit(lambda r=replica: [r.step() for _ in range(num_steps)]) for replica in replicas]:
+            work.result()
+
+
 def test_leaving_says_that_an_own_payload_is_not_in_the_store(tmp_path) -> None:
     replica, other = (Replica(str(tmp_path), name=name) for name in "ab")
     create = replica.exchange._store.create

@@ -170,6 +170,7 @@ def test_a_file_that_cannot_be_written_leaves_the_version_before(tmp_path):
         (["follow", "place"], "diloco follow needs --to"),
         (["follow", "place", "--to", "to", "--once"], "place has no version yet: start its publisher first"),
         (["follow", "place", "--to", "taken"], "taken/current is no link: give a directory of its own"),
+        (["follow", "place", "--to", "held"], "another process follows into held: give this one a directory of"),
         (
             ["follow", "place", "--to", "to", "--public-key", "x"],
             "--public-key='x' is no key of 64 hexadecimal digits",
@@ -180,8 +181,9 @@ def test_command_lines_that_are_refused(tmp_path, monkeypatch, capsys, arguments
     monkeypatch.chdir(tmp_path)
     Path("damaged.safetensors").write_bytes(b"damaged")
     Path("taken", "current").mkdir(parents=True)
+    held = FollowedDirectory(Path("held"))
     Path("checkpoint").mkdir()
     Path("checkpoint", "model.safetensors").touch()
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    assert words in capsys.readouterr().err
+    assert words in capsys.readouterr().err and held.path.exists()

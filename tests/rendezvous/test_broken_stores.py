@@ -137,11 +137,12 @@ def test_a_state_that_knows_more_than_the_log_is_refused(tmp_path: Path) -> None
     again.vanish()
 
 
-def test_nobody_joins_a_log_with_a_hole(tmp_path: Path) -> None:
-    """After the newest index, from which a joiner reads entry by entry."""
+@pytest.mark.parametrize("is_first", [False, True])
+def test_nobody_joins_a_log_with_a_hole(is_first: bool, tmp_path: Path) -> None:
+    """After the newest index, from which a joiner reads entry by entry; or where it would create a run."""
     run = Handwritten(tmp_path / "run")
     run.train(4, index_after=2)
-    gone = max(int(path.name) for path in (run.directory / "index").iterdir()) + 1
+    gone = 0 if is_first else max(int(path.name) for path in (run.directory / "index").iterdir()) + 1
     create, _ = begun(run.path(ENTRY.name(0)).read_bytes())
     run.path(ENTRY.name(gone)).unlink()
     left = entries(run.directory)

@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 import torch.distributed as dist
 from tests.ports import free_port
 from tests.processes import Program, program, run_main, run_replicas
+from tests.rendezvous.replicas import Replica
 from tests.running import torchrun as launched
 from tests.training.runs import (
     DILOCO,
@@ -174,6 +176,21 @@ def test_a_signal_ends_a_process_at_once_that_has_lost_the_store_of_all():
         assert not stop.is_before(4)
         with pytest.raises(Stopped, match=r"^stopped by SIGTERM: this step is not saved by every replica: "):
             signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_is_obeyed_though_others_keep_a_replica_waiting(tmp_path, monkeypatch):
+    """With the quorum "all", beside one that has died, or at the end of a run, in a store that is full."""
+    monkeypatch.setattr(stopping, "_SECONDS_TO_ANSWER", 0.5)
+    ours, dead = (Replica(str(tmp_path), name=name, quorum="all", num_replicas=1) for name in ("ours", "dead"))
+    dead.vanish()
+    rendezvous = ours.exchange
+    with stopping.stoppable() as stop:
+        stop.save_first(replace(alone(), rendezvous=rendezvous), 0)
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        with pytest.raises(Stopped, match=r"^stopped by SIGTERM: this step is not saved: it waits for others"):
+            for _ in range(20):
+                ours.step()
+    rendezvous.abort("the test is over")
 
 
 def wait_for(condition, process: Program) -> None:

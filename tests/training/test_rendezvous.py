@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -243,6 +244,17 @@ def test_a_joiner_with_other_settings_is_refused_with_the_field_and_both_values(
         train(other)
     assert error.value.field == field and field in str(error.value)
     assert not other.directory.exists()
+
+
+def test_who_comes_back_creates_no_run_where_its_own_was(eventful, tmp_path):
+    """Such as in a directory that is not mounted, or a bucket that was emptied."""
+    shutil.copytree(eventful.runs / "a", tmp_path / "a")
+    alone = replace(of(eventful, "a"), runs=tmp_path, rendezvous=str(tmp_path / "store"))
+    for reason in ("there is no directory", r"store holds no run: log/0000000000 is missing"):
+        with pytest.raises(UserError, match=rf"{reason}.*, and .*/a has steps of a run there: bring"):
+            train(alone, resume=True)
+        assert not list(tmp_path.glob("store/*"))
+        (tmp_path / "store").mkdir(exist_ok=True)
 
 
 def test_a_joiner_with_other_text_is_refused(eventful, tmp_path, small_corpus):

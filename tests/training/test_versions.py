@@ -21,6 +21,7 @@ from diloco.outer.step import OuterStep
 from diloco.publishing.differences import content_digest
 from diloco.publishing.publisher import Publisher
 from diloco.publishing.versions import Version
+from diloco.rendezvous.store import StoreError
 from diloco.schedule import Sync
 from diloco.training.config.config import TrainConfig
 from diloco.training.loop import train
@@ -180,6 +181,38 @@ def test_a_place_with_newer_versions_of_another_run_ends_the_run(tmp_path: Path)
     with pytest.raises(UserError, match="version 0 of step 1000 is published already, by another run: publish at"):
         ours.after(21, ())
     ours.close()
+
+
+def test_two_runs_do_not_take_turns_in_one_place(tmp_path: Path) -> None:
+    """The second run is at a later step than the newest version of the first."""
+    place = tmp_path / "place"
+    for log, taken in (("a", 3), ("b", 4), ("a", 5)):
+        engine = diloco.StreamingDiLoCo(Net(), sync_every=6, exchange=diloco.LoopbackExchange())
+        ours = publisher_of(engine, place, rendezvous=rendezvous_of(0, log))
+        ours.after(20, [outer_step(fragment, taken, (0, 1)) for fragment in (0, 1)])
+        ours._thread.join()
+        if log == "b":
+            with pytest.raises(UserError, match="version 0 of step 18 is published already, by another run"):
+                ours.after(21, ())
+        ours.close()
+    with diloco.Follower(str(place)) as follower:
+        assert [version.facts["log"] for version in versions(place, follower=follower).values()] == ["a", "a"]
+
+
+def test_a_last_version_that_is_not_published_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followers would take the version before it for the run's result."""
+    engine = diloco.StreamingDiLoCo(Net(), sync_every=6, exchange=diloco.LoopbackExchange())
+    publisher = publisher_of(engine, tmp_path / "place")
+    publish = publisher.finish()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise StoreError("the store is full")
+
+    publisher._thread.join()
+    monkeypatch.setattr(Publisher, "publish", refuse)
+    with pytest.raises(StoreError, match=r"^the last parameters of the run were not published: the store is full"):
+        publish()
+    publisher.close()
 
 
 def test_replicas_of_a_store_agree_who_publishes_and_what_is_last(tmp_path: Path) -> None:

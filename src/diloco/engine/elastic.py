@@ -626,7 +626,24 @@ class ElasticMembership(Membership):
                     f"{self.rounds[p]}: an older copy of the store was put back; put the newer one back, or start "
                     "this replica without the state"
                 )
+        self._check_missed()
         return accepted, ()
+
+    def _check_missed(self) -> None:
+        """Refuse to come back among replicas that wait for each other and offer another fragment next.
+
+        Those that went on after this replica had left have taken rounds that did not count it: as many of each
+        fragment where they stand at its place of the schedule again. A bridge's shifts count nobody.
+        """
+        missed = {taken - own for taken, own in zip(self.rounds, self.joined.slot_rounds, strict=True)}
+        if self._waits and len(missed) > 1 and not self.joined.rules.bridge:
+            self.rendezvous.leave()
+            raise UserError(
+                "the run waits for all of its replicas (quorum=all), and the others have gone on without this "
+                "one: they are at another place of the schedule, where all would wait for each other; let them "
+                "finish, or begin a run with quorum=majority from what diloco export writes",
+                "quorum",
+            )
 
     def load(self, accepted: Mapping[str, Any]) -> None:
         """Continue from a checkpoint: θ ← θ + Θ_now − Θ_then, or Θ_now where the run has counted work since then.
@@ -723,7 +740,10 @@ def accepted_of(replica: Replica, run: str, state: object) -> dict[str, Any]:
         UserError: if it is another's, or lacks what `state_dict` gives.
     """
     if not isinstance(state, Mapping) or state.get("run") != run:
-        raise UserError("the state is not that of a replica of this run: load the state that such a one saved")
+        raise UserError(
+            "the state is not that of a replica of this run: bring back the store of its run, or begin here "
+            "without the state, under another name"
+        )
     settings, own = replica.settings, replica.parameters.by_name
     accepted: dict[str, Any] = {"run": run, **elastic_values_checked(state, num_fragments=len(settings.fragments))}
     for kind, names in ((OUTER, own), (ERROR, own if settings.error_feedback is not None else ())):

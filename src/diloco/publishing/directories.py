@@ -1,8 +1,11 @@
 """Checkpoints on disk in the format of transformers: read to be published, and written as they are followed."""
 
+import fcntl
+import os
 import re
 import secrets
 import shutil
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +84,7 @@ class FollowedDirectory:
         path: is made if it is not there.
 
     Raises:
-        UserError: if something else has the link's name.
+        UserError: if something else has the link's name, or another object writes there.
         FileWriteError: if it can't be made.
     """
 
@@ -91,6 +94,16 @@ class FollowedDirectory:
         if self.current.exists() and not self.current.is_symlink():
             raise UserError(f"{self.current} is no link: give a directory of its own", "to")
         make_directory(self.path)
+        descriptor = os.open(self.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process follows into {self.path}: give this one a directory of its own", "to"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
 
     def resume(self, follower: Follower) -> Version | None:
         """Have a follower hold the version that is here; None if there is none, or it is not the place's."""

@@ -91,6 +91,8 @@ class Publisher:
         self._signer = signer_of_environment() if key is None else Signer.of_file(key)
         self._store, self._patience = Store.open(str(url)), timeout_seconds
         self._is_alone = True
+        self._shared_facts: Mapping[str, Any] = {}
+        """The facts of all versions of those with whom this publisher shares the place."""
         self._chain = Chain(self._store, [self._signer.public], timeout_seconds)
         self._newest: Version | None = None
         """The newest version of the place, once it is known; `_chain` holds it, unless it is damaged there."""
@@ -111,13 +113,14 @@ class Publisher:
         """The store, with its counts of requests and bytes."""
         return self._store
 
-    def share_with(self, public_keys: Iterable[str]) -> None:
+    def share_with(self, public_keys: Iterable[str], facts: Mapping[str, Any] | None = None) -> None:
         """From now on take the versions of others, too, that publish the same states here: each step once.
 
         Args:
             public_keys: of the others; an empty one where they have none.
+            facts: those that all of their versions have; a version with another value of one is of other states.
         """
-        self._is_alone = False
+        self._is_alone, self._shared_facts = False, facts or {}
         self._chain.public_keys = [*dict.fromkeys([self._signer.public, *public_keys])]
 
     def publish(
@@ -181,7 +184,7 @@ class Publisher:
     ) -> Version:
         await self._look()
         before, newest = self._chain.held, self._newest
-        if not self._is_alone and newest is not None and newest.step >= step:
+        if not self._is_alone and newest is not None and (newest.step >= step or self._is_of_others(newest)):
             overtaken = OvertakenError(f"version {newest.number} of step {newest.step} is published already")
             overtaken.newest = newest
             raise overtaken
@@ -217,6 +220,9 @@ class Publisher:
         self._chain.held, self._newest, self._is_known = Held(version, state), version, True
         await self._clean(version, newest)
         return version
+
+    def _is_of_others(self, version: Version) -> bool:
+        return any(version.facts.get(name, value) != value for name, value in self._shared_facts.items())
 
     async def _look(self) -> None:
         """Find the newest version at the first publication, and after one that failed."""

@@ -50,7 +50,7 @@ class StoreCheck:
     down_bytes_s: float
     """Rate of reading it."""
     trouble: str
-    """The store's refusal to delete what was written; empty if there was none."""
+    """The reason why what is deleted stays in the store; empty if nothing stays."""
 
 
 def check_store(url: str, *, racers: int = 4, rounds: int = 50) -> StoreCheck:
@@ -101,6 +101,8 @@ async def _check(store: Store, num_racers: int, num_races: int) -> StoreCheck:
     finally:
         try:
             await store.delete(await _listed(store, folder), patience_seconds=_PATIENCE_SECONDS)
+            if store.keeps_versions:
+                trouble = f"{store.url} keeps every version of its objects: have the bucket keep one"
         except StoreError as error:
             trouble = str(error)
     if num_unlisted := sum(f"{folder}/{race}" not in names for race in range(num_races)):

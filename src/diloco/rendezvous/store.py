@@ -412,6 +412,8 @@ class Store:
         """Bytes of objects that were sent."""
         self.bytes_down = 0
         """Bytes of objects that were received."""
+        self.keeps_versions = False
+        """True once S3 has given an object's version: what is deleted stays there, and is paid for."""
         self._client = client
         self._uploads, self._downloads = Turns(), Turns()
         self._link = SlowLink.of(os.environ)
@@ -579,6 +581,8 @@ class Store:
             result = await self._request("get", lambda: self._open(name), retry)
         except FileNotFoundError:
             return None
+        # Google Cloud Storage gives a version always.
+        self.keeps_versions |= self.url.startswith("s3://") and result.meta["version"] not in (None, "null")
         if (size := result.meta["size"]) > most_bytes:
             raise BadObjectError(f"{name} in {self.url} has {size:,} bytes, and may have {most_bytes:,}")
         return result

@@ -25,7 +25,7 @@ from diloco.rendezvous.deciding import Pace
 from diloco.rendezvous.log.entries import FORMAT, MOST_SHARES, Create, Join, Leave, LogError, Rules
 from diloco.rendezvous.log.index import newest_state
 from diloco.rendezvous.log.keys import VARIABLE, Signer, signer_of_environment
-from diloco.rendezvous.log.log import ENTRY, Log, begun, sealed_entry, source_of, stored_entry
+from diloco.rendezvous.log.log import ENTRY, Log, begun, check_none_later, sealed_entry, source_of, stored_entry
 from diloco.rendezvous.log.run import MOST_TOKENS, OuterRef, RunState
 from diloco.rendezvous.log_thread import Background, LogThread
 from diloco.rendezvous.objects import Objects
@@ -162,6 +162,11 @@ class StoreRendezvous:
     def is_closed(self) -> bool:
         """True if the newest entry closes the run, and this replica has taken every outer step."""
         return bool(self.state.closed) and self.entry == self.state.number - 1
+
+    @property
+    def waits_since(self) -> float | None:
+        """Time, by `time.monotonic`, since which the training thread waits for decisions; None if it does not."""
+        return None if self._seat is None else self._seat.waits_since
 
     @property
     def timeout_seconds(self) -> float:
@@ -321,6 +326,8 @@ class _StoreSeat:
         self._last_step: tuple[float, int] | None = None  # time and inner steps when these changed last
         self._durations = deque[float](maxlen=64)  # of the last inner steps
         self._has_drained = self._is_closing = False
+        self.waits_since: float | None = None
+        """Time since which the training thread waits for decisions; None while it does not."""
         self._told_at: dict[bool, float] = {}
         """Time at which a wait was logged last: of those for the run's end, and of those for a fragment."""
 
@@ -399,7 +406,12 @@ class _StoreSeat:
             return is_here() or bool(log_thread.closed) or self.failure is not None
 
         with log_thread.news:
-            if not self._is_over_in_time(is_over, fragment):
+            self.waits_since = time.monotonic()
+            try:
+                is_in_time = self._is_over_in_time(is_over, fragment)
+            finally:
+                self.waits_since = None
+            if not is_in_time:
                 about = "" if fragment == -1 else f" about fragment {fragment}"
                 raise NoDecisionError(
                     f"no decision{about} came within {self._timeout_seconds:g} s: see with diloco store status "
@@ -632,6 +644,7 @@ async def withdraw(log: Log, own: int, *, only_if_missing: bool = False) -> bool
 
 async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
     """Entry 0, from this replica or from another that was faster."""
+    await check_none_later(store, 0, patience_seconds=wish.timeout_seconds)
     await assert_sound(store)
     allowed = (signer.public,) if signer.public else ()
     body = Create(format=FORMAT, rules=wish.rules, facts=dict(wish.facts), creator=signer.public, allowed=allowed)

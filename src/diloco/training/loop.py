@@ -31,10 +31,11 @@ from diloco.exchange.transport import agree, fail_together, share
 from diloco.integrations.trackers import tracker
 from diloco.outer.step import OuterStep
 from diloco.training.config.config import TrainConfig, hyperparameters
+from diloco.training.config.joined import check_run_is_there
 from diloco.training.config.resolve import resolved, shared_facts, text_facts
 from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
 from diloco.training.optimizer import learning_rate
-from diloco.training.records.checkpoints import Checkpoints
+from diloco.training.records.checkpoints import Checkpoints, finished_steps
 from diloco.training.records.metrics import MetricsLog, StepMetrics, describe, metrics_file
 from diloco.training.records.runs import check_text, claim_together, continued, newest_common_step
 from diloco.training.records.summary import (
@@ -470,6 +471,8 @@ class _Run:
 def _set_up(asked: TrainConfig, *, resume: bool, on_step: Callable[[StepMetrics], None] | None) -> Iterator[_Run]:
     """Join the other processes, open the text, and make the state or take it up again."""
     config = resolved(asked)
+    if resume and config.rendezvous is not None and finished_steps(config.checkpoints, 0):
+        check_run_is_there(config)
     with ExitStack() as stack:
         world = stack.enter_context(join(config))
         stack.enter_context(fail_together(world.exchange))

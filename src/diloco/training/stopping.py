@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -20,6 +21,9 @@ from diloco.exchange.notices import ask, first_sentence
 from diloco.exchange.transport import wait_for_all
 from diloco.training.processes import AT_ONCE, SECONDS_BETWEEN_SIGNALS, STORE, on_signal, process_name
 from diloco.training.world import World
+
+if TYPE_CHECKING:
+    from diloco.rendezvous.store_rendezvous import StoreRendezvous
 
 
 @contextmanager
@@ -76,6 +80,8 @@ class Stop:
         """Let signals wait for the end of a step from now on, in which each process has taken this one."""
         self._world, self._begun = world, step
         self._where, self._waits_for_step = "this step is not saved", True
+        if world.rendezvous is not None:
+            threading.Thread(target=self._watch, args=(world.rendezvous,), name="stop waits", daemon=True).start()
         if world.store is None:
             return
         self._store = dist.PrefixStore("stop", world.store)
@@ -133,6 +139,17 @@ class Stop:
             self._last_step = self._largest_step(store)
         except (RuntimeError, ValueError) as error:
             self._fail(_not_saved(first_sentence(error)))
+
+    def _watch(self, rendezvous: "StoreRendezvous") -> None:
+        """End this process once it has heard of a stop and waits too long for other replicas, in a thread."""
+        heard_at = None
+        while not self._is_closed.wait(_SECONDS_BETWEEN_WATCHES):
+            if self._number is None:
+                continue
+            heard_at, since = heard_at or time.monotonic(), rendezvous.waits_since
+            if since is not None and time.monotonic() > max(heard_at, since) + _SECONDS_TO_ANSWER:
+                self._fail(f"{self._where}: it waits for others, or for the store")
+                return
 
     def _largest_step(self, store: dist.Store) -> int:
         """The largest of the steps that the processes have promised to end with."""
@@ -200,6 +217,7 @@ class Stop:
 _STOP, _NUM_ENDED = "signal", "ended"
 _SECONDS_BETWEEN_LOOKS = 0.05
 _LOOKS_PER_REQUEST = 5
+_SECONDS_BETWEEN_WATCHES = 0.5
 _SECONDS_TO_ANSWER = 25.0
 """Less than torchrun, schedulers, and providers of spot instances wait before they kill."""
 _SECONDS_TO_CLOSE = 3.0

@@ -138,10 +138,7 @@ class Log:
         number = self.state.number
         with _naming(number):
             await self._store.check_kind(ENTRY.name(number))
-        names = [name for name, _ in await self._store.list("log", after=ENTRY.name(number))]
-        later = [name for name in names if is_entry(name)]
-        if later and await self._get(number) is None:
-            raise LogError(f"{source_of(number)} is missing, and {later[0]} is there")
+        await check_none_later(self._store, number)
 
     async def append(self, body: Body, *, author: int) -> tuple[tuple[int, Entry], bool]:
         """Try to write the next entry.
@@ -203,6 +200,24 @@ class Log:
 
     async def _get(self, number: int) -> bytes | None:
         return await stored_entry(self._store, number, patience_seconds=self.patience_seconds)
+
+
+async def check_none_later(store: Store, number: int, *, patience_seconds: float = 60.0) -> None:
+    """Refuse a store in which an entry is absent, and later ones are there.
+
+    Raises:
+        LogError: naming both.
+        StoreError: if the store can't be listed.
+    """
+    names = [
+        name for name, _ in await store.list("log", after=ENTRY.name(number), patience_seconds=patience_seconds)
+    ]
+    later = [name for name in names if is_entry(name)]
+    if later and await stored_entry(store, number, patience_seconds=patience_seconds) is None:
+        raise LogError(
+            f"{source_of(number)} is missing, and {later[0]} is there: bring it back, or create a run in another "
+            "place; nothing may delete entries, such as a bucket's rule for old objects"
+        )
 
 
 def is_entry(name: str) -> bool:

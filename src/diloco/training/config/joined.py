@@ -30,6 +30,29 @@ def create_of(url: str) -> "Create":
     return asyncio.run(first_entry(open_run(url)))[0]
 
 
+def check_run_is_there(config: TrainConfig) -> None:
+    """Refuse a store without a run to a replica that comes back to one: it would create another, and go on alone.
+
+    Raises:
+        UserError: saying what to do.
+        StoreError: if the store can't be read.
+    """
+    from diloco.rendezvous.log.log import open_run, stored_entry
+
+    assert config.rendezvous is not None, "there is a store"
+    reason, patience = f"{config.rendezvous} holds no run any more", config.timeout_seconds
+    try:
+        if asyncio.run(stored_entry(open_run(config.rendezvous), 0, patience_seconds=patience)) is not None:
+            return
+    except UserError as error:
+        reason = str(error)
+    raise UserError(
+        f"{reason}, and {config.directory} has steps of a run there: bring the store back, or mount it; to begin "
+        "another run, choose another name",
+        *("name", "rendezvous"),
+    )
+
+
 def facts_of(url: str) -> Mapping[str, Any]:
     """The facts of a store's entry 0; errors as those of `create_of`."""
     return create_of(url).facts

@@ -21,6 +21,7 @@ from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import DilocoError, UserError
 from diloco.outer.step import OuterStep
 from diloco.publishing.publisher import OvertakenError, Publisher
+from diloco.rendezvous.store import StoreError
 from diloco.training.config.config import TrainConfig
 from diloco.training.records.export import files_of
 from diloco.training.state import TrainState
@@ -52,6 +53,8 @@ class RunPublisher:
     _skipped: list[str] = field(default_factory=list)
     """The versions that were due while one was published, or of which a replica that was behind has no copy."""
     _failure: UserError | None = None
+    _last_error: DilocoError | None = None
+    """The reason why the last version that was begun is not published."""
     _has_published: bool = False
     _has_warned: bool = False
 
@@ -166,9 +169,11 @@ class RunPublisher:
         assert self._publisher is not None, "this process publishes"
         if (rendezvous := self.world.rendezvous) is not None:
             state = rendezvous.state
-            self._publisher.share_with([*state.allowed, *(member.key for member in state.members)])
             facts["log"] = state.run
+            keys = [*state.allowed, *(member.key for member in state.members)]
+            self._publisher.share_with(keys, {"log": state.run})
         named = {self.config.model.published_name(name): tensor for name, tensor in tensors.items()}
+        self._last_error = None
         try:
             files = None if self._has_published else files_of(self.config)
             version = self._publisher.publish(named, step=step, facts=facts, files=files)
@@ -192,6 +197,7 @@ class RunPublisher:
             self._has_warned = self._has_warned or bool(skipped)
 
     def _refused(self, step: int, error: DilocoError) -> None:
+        self._last_error = error
         if isinstance(error, UserError) and not self._has_published:
             self._failure = error
         _LOG.warning("the parameters of step %d were not published: %s", step, error)
@@ -203,6 +209,7 @@ class RunPublisher:
 
         Raises:
             UserError: by the returned function, if the place of the versions is another's.
+            StoreError: by it, if the last version is not published: who follows would take an older one for it.
         """
         if self.world.replica != 0:
             return lambda: None
@@ -217,6 +224,11 @@ class RunPublisher:
                 self._thread.join()
             if self._failure is not None:
                 raise self._failure
+            if step is not None and self._last_error is not None:
+                raise StoreError(
+                    f"the last parameters of the run were not published: {self._last_error}; the run itself has "
+                    "ended well: publish what diloco export writes with diloco publish"
+                )
 
         return publish
 
