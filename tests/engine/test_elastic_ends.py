@@ -364,28 +364,49 @@ def test_a_fresh_process_is_refused_where_all_wait_for_each_other(tmp_path) -> N
     again.finish()
 
 
-def test_a_replica_that_comes_back_does_not_end_those_that_have_gone_on(tmp_path) -> None:
-    """With the quorum "all" it would offer fragment 0 where they offer 1, and all would wait for each other."""
-    ours, other = (Replica(str(tmp_path), name=name, quorum="all", first_target=n) for n, name in enumerate("ab"))
+@pytest.mark.parametrize(
+    ("overlap_steps", "num_later", "num_alone"),
+    [(1, 4, 0), (3, 0, 2), pytest.param(1, 0, P, marks=pytest.mark.slow)],
+)
+def test_a_replica_that_comes_back_takes_the_place_of_the_others(
+    overlap_steps: int, num_later: int, num_alone: int, tmp_path
+) -> None:
+    """With the quorum "all", one at another place of the schedule and the others would wait for each other.
+
+    It comes back with a state that it has saved before its last `num_later` steps, and has left while the others
+    took `num_alone` outer steps, or was killed.
+    """
+    settings = {"quorum": "all", "overlap_steps": overlap_steps}
+    ours, other = (Replica(str(tmp_path), name=name, first_target=n, **settings) for n, name in enumerate("ab"))
     in_turn(ours, other, num_steps=2 * H)
-    model, state, slot = ours.model.state_dict(), ours.engine.state_dict(), ours.exchange.slot
-    ours.exchange.leave()
+    model, state = copy.deepcopy(ours.model.state_dict()), ours.engine.state_dict()
+    in_turn(ours, other, num_steps=num_later)
+    if num_alone:
+        ours.exchange.leave()
+        num_rounds = sum(other.rounds) + num_alone
+        until(lambda: sum(other.rounds) >= num_rounds, other)
+    else:
+        ours.vanish()
+    again = Replica(str(tmp_path), name="a", **settings)
+    again.model.load_state_dict(model)
+    again.engine.load_state_dict(state)
+    least = max(other.rounds) + 2
 
-    def num_missed() -> int:
-        return sum(log.round - log.last_round.get(slot, 0) for log in other.exchange.state.fragments)
+    def have_gone_on() -> bool:
+        return min(*again.rounds, *other.rounds) >= least
 
-    for num_rounds in (1, P):
-        until(lambda: num_missed() == num_rounds, other)  # noqa: B023
-        again = Replica(str(tmp_path), name="a")
-        again.model.load_state_dict(model)
-        if num_rounds == P:
-            again.engine.load_state_dict(state)
-            in_turn(again, other, num_steps=2 * H)
-        else:
-            with pytest.raises(UserError, match=r"\(quorum=all\), and the others have gone on without this one"):
-                again.engine.load_state_dict(state)
-    for replica in (again, other):
-        replica.vanish()
+    def go_on(replica: Replica) -> None:
+        try:
+            while not have_gone_on():
+                replica.step()
+        except ExchangeError:  # it waited for the other, which has ended
+            assert have_gone_on()
+        again.vanish()
+        other.vanish()
+
+    with ThreadPoolExecutor(2) as pool:
+        for work in [pool.submit(go_on, replica) for replica in (again, other)]:
+            work.result()
 
 
 def in_turn(*replicas: Replica, num_steps: int) -> None:

@@ -132,6 +132,8 @@ class ElasticMembership(Membership):
         """For each fragment the Θ that a checkpoint knew; None to take the run's."""
         self._then: dict[str, Any] = {}
         """Slot, rounds, Θ and errors of a checkpoint, vectors flat by fragment; empty once θ was moved."""
+        self._unanswered: Sequence[int] = ()
+        """The fragments that were in flight in a checkpoint."""
 
     @property
     def failure(self) -> str | None:
@@ -626,24 +628,7 @@ class ElasticMembership(Membership):
                     f"{self.rounds[p]}: an older copy of the store was put back; put the newer one back, or start "
                     "this replica without the state"
                 )
-        self._check_missed()
         return accepted, ()
-
-    def _check_missed(self) -> None:
-        """Refuse to come back among replicas that wait for each other and offer another fragment next.
-
-        Those that went on after this replica had left have taken rounds that did not count it: as many of each
-        fragment where they stand at its place of the schedule again. A bridge's shifts count nobody.
-        """
-        missed = {taken - own for taken, own in zip(self.rounds, self.joined.slot_rounds, strict=True)}
-        if self._waits and len(missed) > 1 and not self.joined.rules.bridge:
-            self.rendezvous.leave()
-            raise UserError(
-                "the run waits for all of its replicas (quorum=all), and the others have gone on without this "
-                "one: they are at another place of the schedule, where all would wait for each other; let them "
-                "finish, or begin a run with quorum=majority from what diloco export writes",
-                "quorum",
-            )
 
     def load(self, accepted: Mapping[str, Any]) -> None:
         """Continue from a checkpoint: θ ← θ + Θ_now − Θ_then, or Θ_now where the run has counted work since then.
@@ -663,6 +648,7 @@ class ElasticMembership(Membership):
         ]
         slot, then, errors = accepted["slot"], *vectors_of(accepted, replica.parameters)
         self._then = {"slot": slot, "rounds": accepted["rounds"], OUTER: then, ERROR: errors}
+        self._unanswered = [p for p, (_, steps) in enumerate(self.counted) if replica.last_sent[p] > steps]
         for p, (last_round, then_N) in enumerate(zip(accepted["rounds"], then, strict=True)):
             # No other replica reads this slot, so the saved θ − Θ was counted, or is counted here.
             is_newer = slot != self.joined.slot or self.joined.slot_rounds[p] > last_round
@@ -683,8 +669,26 @@ class ElasticMembership(Membership):
             with replica.parameters.merging(p, replica.num_steps) as theta:
                 for own, part_n in zip(theta, move_N.split([own.numel() for own in theta]), strict=True):
                     own.add_(part_n.view(own.shape))
+        if self._then and self._waits and not self.joined.rules.bridge:  # whose shifts take rounds, too
+            self._take_place()
         self._translation.clear()
         self._then.clear()
+
+    def _take_place(self) -> None:
+        """Offer next the fragment that the others offer next, since all wait for each other.
+
+        Fragments take turns, and each outer step since the state was saved ended a turn. Where a fragment was in
+        flight then, the first of them ended a turn that this replica has taken; without one it offers it again.
+        """
+        num_taken = [new - old for new, old in zip(self.rounds, self._then["rounds"], strict=True)]
+        for p in self._unanswered:
+            if num_taken[p]:
+                num_taken[p] -= 1
+            else:
+                self._next_send[p] = self.replica.num_steps
+        for _ in range(sum(num_taken) % len(num_taken)):
+            p = self._next_send.index(min(self._next_send))
+            self._next_send[p] += self._sync_every
 
     def _check_amounts(self, step: int, tokens: int, num_steps: int) -> None:
         """Refuse an outer gradient without a weight, and one that the run would not count.

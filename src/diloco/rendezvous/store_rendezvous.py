@@ -415,8 +415,7 @@ class _StoreSeat:
                 about = "" if fragment == -1 else f" about fragment {fragment}"
                 raise NoDecisionError(
                     f"no decision{about} came within {self._timeout_seconds:g} s: see with diloco store status "
-                    f"{self._store.url} which replica is missing, or has come back after the others had gone on "
-                    "without it"
+                    f"{self._store.url} which replica is missing"
                 )
             if self.failure is not None and not is_here():
                 raise ExchangeError(self.failure)
