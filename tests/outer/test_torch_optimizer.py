@@ -48,7 +48,25 @@ def test_an_optimizer_steps_on_theta_as_it_does_alone(name: str) -> None:
 def test_a_step_with_a_norm_over_the_vector_is_told_from_one_of_each_element() -> None:
     rules = [TorchOptimizer(kind, settings) for kind, settings in OPTIMIZERS.values()]
     assert all(rule.is_elementwise for rule in rules)
-    assert not TorchOptimizer(torch.optim.Adafactor, {}).is_elementwise
+    for kind in (torch.optim.Adafactor, Clipped, Scaled):
+        assert not TorchOptimizer(kind, {}).is_elementwise
+
+
+class Clipped(torch.optim.SGD):
+    """A step of at most a length."""
+
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 100.0)
+        return super().step(closure)
+
+
+class Scaled(torch.optim.SGD):
+    """A step as long as the parameters are, as that of LARS."""
+
+    def step(self, closure=None):
+        (theta_N,) = self.param_groups[0]["params"]
+        theta_N.grad.mul_(theta_N.norm() / theta_N.grad.norm())
+        return super().step(closure)
 
 
 def test_sgd_with_nesterovs_momentum_is_nesterov() -> None:

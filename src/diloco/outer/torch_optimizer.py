@@ -97,16 +97,18 @@ class TorchOptimizer(OuterRule):
     def is_elementwise(self) -> bool:
         """True if each element's step is the same beside any others: a vector's is that of its parts."""
         values_N = torch.arange(1, 8, dtype=torch.float32, device="cpu")
-        parts = [self._after_two_steps(part_n) for part_n in values_N.split(3)]
-        return torch.allclose(torch.cat(parts), self._after_two_steps(values_N))
+        parts = [self._two_steps(part_n) for part_n in values_N.split(3)]
+        return torch.allclose(torch.cat(parts, dim=1), self._two_steps(values_N))
 
-    def _after_two_steps(self, values_n: Tensor) -> Tensor:
-        theta_n = values_n.clone().requires_grad_()
+    def _two_steps(self, values_n: Tensor) -> Tensor:
+        """θ after each of two steps (2×n); the second gradient is long, since a rule may clip such ones alone."""
+        theta_n, steps = values_n.clone().requires_grad_(), list[Tensor]()
         optimizer = self._kind([theta_n], **self._settings)
-        for factor in (1.0, -0.5):
-            theta_n.grad = factor * values_n
+        for factor in (1.0, -1e4):
+            theta_n.grad = factor * values_n.cos()
             optimizer.step()
-        return theta_n.detach()
+            steps.append(theta_n.detach().clone())
+        return torch.stack(steps)
 
     def facts(self) -> Mapping[str, JSON]:
         """The class and its settings."""
