@@ -170,7 +170,7 @@ def test_a_file_that_cannot_be_written_leaves_the_version_before(tmp_path):
         (["follow", "place"], "diloco follow needs --to"),
         (["follow", "place", "--to", "to", "--once"], "place has no version yet: start its publisher first"),
         (["follow", "place", "--to", "taken"], "taken/current is no link: give a directory of its own"),
-        (["follow", "place", "--to", "held"], "another process follows into held: give this one a directory of"),
+        (["follow", "place", "--to", "held"], "another follower writes into held: give this one a directory of"),
         (
             ["follow", "place", "--to", "to", "--public-key", "x"],
             "--public-key='x' is no key of 64 hexadecimal digits",

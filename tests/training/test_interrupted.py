@@ -190,6 +190,7 @@ def test_a_signal_is_obeyed_though_others_keep_a_replica_waiting(tmp_path, monke
         with pytest.raises(Stopped, match=r"^stopped by SIGTERM: this step is not saved: it waits for others"):
             for _ in range(20):
                 ours.step()
+    assert stop._watcher is not None and not stop._watcher.is_alive()
     rendezvous.abort("the test is over")
 
 

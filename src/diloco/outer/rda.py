@@ -71,7 +71,7 @@ def _pieces(flat_N: Tensor, spans: Sequence[Span]) -> Iterator[Tensor]:
 
 
 def _lengths(fragment: FragmentState, squares: Tensor, *, on: torch.device) -> Tensor:
-    """‖x‖ on a device, FP32, from this process's ‖x‖²: FP64 and one rounding hide how a parameter is cut."""
+    """‖x‖ on a device, FP32, from this process's ‖x‖²: FP64 and one rounding all but hide the shards."""
     return fragment.sum_over_shards(squares).sqrt().to(on, torch.float32)
 
 
@@ -81,7 +81,7 @@ def _squares(flat_N: Tensor, spans: Sequence[Span]) -> Tensor:
     device = flat_N.device if has_fp64 else torch.device("cpu")
     vectors = [span.of(flat_N) for span in spans]
     squares_n = empty(max(vector_n.numel() for vector_n in vectors), torch.float64, device)
-    copies = (squares_n[: x_n.numel()].copy_(x_n) for x_n in vectors)
+    copies = (squares_n[: x_n.numel()].copy_(x_n.to(device)) for x_n in vectors)  # a device may have no FP64
     return torch.stack([_sum_by_halves(x_n.mul_(x_n)) for x_n in copies])
 
 

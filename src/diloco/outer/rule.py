@@ -47,7 +47,7 @@ class FragmentState:
     """The place of each parameter in these vectors, by its name, in their order."""
     sum_over_shards: Callable[[Tensor], Tensor] = lambda values: values
     """Adds up values of every process of a sharded replica, such as squares of the parts of one parameter; all of
-    them call it together. In FP64, rounded afterwards, a sum has the same bits on any shards."""
+    them call it together. Of sums in FP64 that are rounded to FP32, not one in a million depends on the shards."""
 
 
 class OuterRule(ABC):

@@ -100,7 +100,7 @@ class FollowedDirectory:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"another process follows into {self.path}: give this one a directory of its own", "to"
+                f"another follower writes into {self.path}: give this one a directory of its own", "to"
             ) from None
         except OSError:  # a file system without locks
             pass

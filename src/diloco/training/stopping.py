@@ -58,6 +58,7 @@ class Stop:
         self._last_step: int | None = None
         self._is_closed = threading.Event()
         self._listener: threading.Thread | None = None
+        self._watcher: threading.Thread | None = None
 
     def hear(self, number: int, _: object) -> None:
         """Note a signal, or raise `Stopped` where nothing is to be saved first."""
@@ -81,7 +82,9 @@ class Stop:
         self._world, self._begun = world, step
         self._where, self._waits_for_step = "this step is not saved", True
         if world.rendezvous is not None:
-            threading.Thread(target=self._watch, args=(world.rendezvous,), name="stop waits", daemon=True).start()
+            watched = (world.rendezvous,)
+            self._watcher = threading.Thread(target=self._watch, args=watched, name="stop waits", daemon=True)
+            self._watcher.start()
         if world.store is None:
             return
         self._store = dist.PrefixStore("stop", world.store)
@@ -95,10 +98,11 @@ class Stop:
         self._where, self._waits_for_step = where, False
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads: a signal from one of them, once its handler is gone, would kill this process."""
         self._is_closed.set()
-        if self._listener is not None:
-            self._listener.join(_SECONDS_TO_CLOSE)
+        for thread in (self._listener, self._watcher):
+            if thread is not None:
+                thread.join(_SECONDS_TO_CLOSE)
 
     def is_before(self, step: int) -> bool:
         """True if the run stops before a step, which must not begin; waits for the others if there is a stop.
