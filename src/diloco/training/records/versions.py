@@ -225,9 +225,10 @@ class RunPublisher:
             if self._failure is not None:
                 raise self._failure
             if step is not None and self._last_error is not None:
+                by_hand = "publish what diloco export writes with diloco publish, since it can't be resumed"
                 raise StoreError(
                     f"the last parameters of the run were not published: {self._last_error}; the run itself has "
-                    "ended well: publish what diloco export writes with diloco publish"
+                    f"ended well: {'resume it' if self.world.rendezvous is None else by_hand}"
                 )
 
         return publish
