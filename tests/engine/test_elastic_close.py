@@ -6,7 +6,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from tests.rendezvous.replicas import H, P, Replica, new_model
 
 from diloco.errors import DisagreementError, ExchangeError, UserError
 from diloco.outer.digest import parameters_hash
+from diloco.outer.step import OuterStep
 from diloco.rendezvous import store_rendezvous
 from diloco.rendezvous.contract import News, Offer
 from diloco.rendezvous.log.entries import LogError
@@ -223,6 +224,27 @@ def test_a_replica_whose_wait_for_the_last_decisions_fails_leaves_at_once(tmp_pa
     assert ours.exchange.state.members[0].left
     end.join(10)
     assert other.exchange.is_closed
+
+
+def test_an_outer_step_that_comes_after_the_last_merge_is_taken_before_the_run_is_closed(
+    tmp_path, monkeypatch
+) -> None:
+    ours, other = (hurried(Replica(str(tmp_path), name=name)) for name in ("ours", "other"))
+    until(lambda: min(min(counted(ours)), min(counted(other))) >= 0, ours, other)
+    membership, log_thread = ours.engine._membership, ours.exchange._seated.log_thread
+    drained, is_first = membership._drained, iter([True])
+
+    def drained_and_looked() -> Iterator[OuterStep]:
+        yield from drained()
+        if next(is_first, False):
+            until(lambda: log_thread.decisions, other)
+            other.exchange.leave()
+            membership._listen()
+
+    monkeypatch.setattr(membership, "_drained", drained_and_looked)
+    ours.engine.finish(close=True)
+    assert ours.exchange.is_closed
+    ours.exchange.leave()
 
 
 def test_a_replica_that_died_does_not_hold_up_the_end_for_long_and_is_named(tmp_path, monkeypatch, caplog) -> None:

@@ -103,10 +103,10 @@ def test_real_racers_find_a_server_whose_create_is_broken(moto: Server, use_envi
 
 
 @pytest.mark.slow
-def test_a_bucket_that_keeps_versions_is_told(
+def test_a_bucket_that_keeps_versions_is_named(
     moto: Server, use_environment: UseEnvironment, monkeypatch: pytest.MonkeyPatch
 ):
-    """Objects that a run deletes would stay there, and be paid for."""
+    """Payloads that a run deletes would stay there, and be paid for."""
     use_environment(moto.environment)
 
     async def win(store: Store, folder: str, *_: int) -> None:
@@ -115,15 +115,14 @@ def test_a_bucket_that_keeps_versions_is_told(
     monkeypatch.setattr(check, "_race", win)
     url = f"{moto.environment['AWS_ENDPOINT_URL']}/runs?versioning"
     key = {"Authorization": "AWS4-HMAC-SHA256 Credential=key/20260101/us-east-1/s3/aws4_request"}
-    for status, trouble in (("Enabled", "s3://runs/x keeps every version of its objects"), ("Suspended", "")):
+    for status, expected in (("Enabled", "s3://runs/x keeps every version of its objects"), ("Suspended", "")):
         content = f"<VersioningConfiguration><Status>{status}</Status></VersioningConfiguration>"
         request = urllib.request.Request(url, content.encode(), key, method="PUT")
         request.add_header("Content-Type", "application/xml")
         urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10).close()
-        assert check_store("s3://runs/x", rounds=1, racers=2).trouble.partition(": ")[0] == trouble
+        assert check_store("s3://runs/x", rounds=1, racers=2).trouble.partition(": ")[0] == expected
 
 
-@pytest.mark.slow
 def test_a_racer_that_fails_fails_the_check(seaweedfs: Server, use_environment: UseEnvironment):
     use_environment(seaweedfs.user("reader"))
     with pytest.raises(StoreError, match="permission denied"):
