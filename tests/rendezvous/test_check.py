@@ -123,6 +123,7 @@ def test_a_bucket_that_keeps_versions_is_named(
         assert check_store("s3://runs/x", rounds=1, racers=2).trouble.partition(": ")[0] == expected
 
 
+@pytest.mark.slow
 def test_a_racer_that_fails_fails_the_check(seaweedfs: Server, use_environment: UseEnvironment):
     use_environment(seaweedfs.user("reader"))
     with pytest.raises(StoreError, match="permission denied"):
