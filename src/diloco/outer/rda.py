@@ -79,10 +79,15 @@ def _squares(flat_N: Tensor, spans: Sequence[Span]) -> Tensor:
     """‖x‖² of each parameter, FP64 (K), of this process's part; on the CPU where a device has no FP64."""
     has_fp64 = widest(flat_N.device) is torch.float64
     device = flat_N.device if has_fp64 else torch.device("cpu")
-    vectors = [span.of(flat_N) for span in spans]
-    squares_n = empty(max(vector_n.numel() for vector_n in vectors), torch.float64, device)
-    copies = (squares_n[: x_n.numel()].copy_(x_n.to(device)) for x_n in vectors)  # a device may have no FP64
-    return torch.stack([_sum_by_halves(x_n.mul_(x_n)) for x_n in copies])
+    longest = max(span.of(flat_N).numel() for span in spans)
+    squares_n = empty(min(longest, elements_at_once(flat_N.device)), torch.float64, device)
+
+    def of_piece(x_n: Tensor) -> Tensor:
+        piece_n = squares_n[: x_n.numel()].copy_(x_n.to(device))  # a device may have no FP64
+        return _sum_by_halves(piece_n.mul_(piece_n))
+
+    pieces = [torch.stack([of_piece(x_n) for x_n in _pieces(flat_N, (span,))]) for span in spans]
+    return torch.stack([_sum_by_halves(sums_n) for sums_n in pieces])
 
 
 def _sum_by_halves(values_n: Tensor) -> Tensor:
