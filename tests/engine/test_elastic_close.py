@@ -226,9 +226,7 @@ def test_a_replica_whose_wait_for_the_last_decisions_fails_leaves_at_once(tmp_pa
     assert other.exchange.is_closed
 
 
-def test_an_outer_step_that_comes_after_the_last_merge_is_taken_before_the_run_is_closed(
-    tmp_path, monkeypatch
-) -> None:
+def test_an_outer_step_that_comes_after_the_last_merge_is_taken_before_the_end(tmp_path, monkeypatch) -> None:
     ours, other = (hurried(Replica(str(tmp_path), name=name)) for name in ("ours", "other"))
     until(lambda: min(min(counted(ours)), min(counted(other))) >= 0, ours, other)
     membership, log_thread = ours.engine._membership, ours.exchange._seated.log_thread

@@ -105,7 +105,9 @@ def test_a_replica_far_behind_counts_no_outer_step_that_it_has_not_taken(tmp_pat
     until(are_left_out, fast)
     tokens = num_outer = 0
     missing = list[int]()
-    for number, path in enumerate(sorted((tmp_path / "log").glob("?" * 10))):  # not files that are being written
+    for number, path in enumerate(
+        sorted((tmp_path / "log").glob("[0-9]" * 10))
+    ):  # not files that are being written
         entry = json.loads(path.read_bytes().splitlines()[0])
         if entry["kind"] == "outer" and entry["body"]["round"] > rounds[entry["body"]["fragment"]]:
             missing.append(number)

@@ -556,9 +556,8 @@ class ElasticMembership(Membership):
         """
         self.joined.seat.close()
         while not self._closed:
-            if not any(
-                self._waiting
-            ):  # the last look may have brought outer steps: nobody closes before they are taken
+            # Outer steps that the last look has brought come first: the run is closed after all are taken.
+            if not any(self._waiting):
                 start = time.perf_counter()
                 self._listen(wait_for=-1)
                 self.replica.blocked_seconds += time.perf_counter() - start

@@ -138,7 +138,7 @@ class Log:
         number = self.state.number
         with _naming(number):
             await self._store.check_kind(ENTRY.name(number))
-        await check_none_later(self._store, number)
+        await check_none_later(self._store, number, patience_seconds=self.patience_seconds)
 
     async def append(self, body: Body, *, author: int) -> tuple[tuple[int, Entry], bool]:
         """Try to write the next entry.
