@@ -23,9 +23,10 @@ TIMEOUT_SECONDS = 200
 DILOCO = [sys.executable, "-m", "diloco"]
 
 BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT = ["--diloco.overlap-steps", "2", "7"]
-SHORT = ["--evaluation.every-steps", "30", "--evaluation.num-tokens", "2048"]
+SHORT = ["--num-tokens", "15360", "--evaluation.every-steps", "15", "--evaluation.num-tokens", "2048"]
 SHORT += BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT
-"""A run of 60 steps, which saves every 20th."""
+"""A run of 30 steps."""
+SAVING = ["--checkpoint.every-steps", "10"]
 
 
 def command(*flags: str) -> list[str]:
