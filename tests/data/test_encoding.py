@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import zstandard
 from tests.data.corpora import as_parquet, write_rows
-from tests.data.test_interruptions import content, kill_when
+from tests.data.test_interruptions import content, finished_files, kill_when
 
 from diloco.data import encoding, readers
 from diloco.data.config import DataConfig
@@ -79,13 +79,12 @@ prepare(config, Path(output), shard_tokens=300)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", [(), (0.7, 0.3)])
-def test_three_processes_that_are_killed_go_on_to_the_same_bytes(config, weights, tmp_path):
-    train = (f"{tmp_path}/texts/a.jsonl", f"{tmp_path}/texts/c.parquet")
+def test_three_processes_that_are_killed_go_on_to_the_same_bytes(config, tmp_path):
+    train, weights = (f"{tmp_path}/texts/a.jsonl", f"{tmp_path}/texts/c.parquet"), (0.7, 0.3)
     config = replace(config, train=train, weights=weights, workers=1)
     whole = content(prepare(config, tmp_path / "whole", shard_tokens=300))
     directory = tmp_path / "killed"
-    for landmark in ("train-00005.bin", "train-00009.json"):
+    for landmark in ("settings.json", "train-00005.bin", "train-00009.json"):
         arguments = (" ".join(train), config.held_out[0], " ".join(map(str, weights)), str(directory))
         process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments])
         kill_when(process, directory / landmark)
@@ -94,12 +93,13 @@ def test_three_processes_that_are_killed_go_on_to_the_same_bytes(config, weights
         while str(directory) in running():  # its processes end by themselves
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    kept = {
-        path: path.stat().st_ino for path in directory.glob("train-*.bin") if path.with_suffix(".json").exists()
-    }
+    kept = finished_files(directory)
+    (directory / "train-00099.bin.0a1b2c3d.partial").touch()  # as a kill may leave one
+    (directory / "somebody.else's.partial").touch()
     assert prepare(config, directory, shard_tokens=300) == directory
-    assert content(directory) == whole and len(kept) >= 10
-    assert {path: path.stat().st_ino for path in kept} == kept
+    (directory / "somebody.else's.partial").unlink()
+    assert content(directory) == whole and len(kept) >= 11
+    assert {path: finished_files(directory)[path] for path in kept} == kept
 
 
 def running() -> str:

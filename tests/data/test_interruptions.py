@@ -70,24 +70,6 @@ def finished_files(directory):
     return {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in files}
 
 
-@pytest.mark.slow
-def test_killed_three_times_it_ends_with_the_same_bytes(tmp_path, source):
-    tokenizer = "bpe:300"  # which other processes train to the same bytes, too
-    finish(source, tmp_path / "whole", tokenizer)
-    directory = tmp_path / "killed"
-    for landmark in ("settings.json", "train-00002.json", "train-00011.bin"):
-        kill_when(start(source, directory, tokenizer, landmark), directory / landmark)
-    kept = finished_files(directory)
-    assert len(kept) >= 11
-    assert not (directory / "index.json").exists()
-    (directory / "train-00099.bin.0a1b2c3d.partial").touch()  # as a kill may leave one
-    (directory / "somebody.else's.partial").touch()
-    finish(source, directory, tokenizer)
-    (directory / "somebody.else's.partial").unlink()
-    assert {path: finished_files(directory)[path] for path in kept} == kept
-    assert content(directory) == content(tmp_path / "whole")
-
-
 def test_two_processes_that_ask_at_a_time_do_it_once(tmp_path, source):
     both = [start(source, tmp_path / "both", "bytes") for _ in range(2)]
     assert [process.wait(timeout=120) for process in both] == [0, 0]

@@ -211,12 +211,19 @@ VIOLATIONS = [
 ]
 
 
-@pytest.mark.parametrize(("tamper", "sentence"), VIOLATIONS, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_run_that_was_tampered_with_is_refused(tamper, sentence, tmp_path) -> None:
-    run = Handwritten(tmp_path / "run", signers=signers(tmp_path))
+@pytest.fixture(scope="module")
+def sound_run(tmp_path_factory) -> Handwritten:
+    folder = tmp_path_factory.mktemp("sound")
+    run = Handwritten(folder / "run", signers=signers(folder))
     run.train(3)
     assert run.state.number == 10
     replayed(str(run.directory), initial=lambda facts: run.initial)
+    return run
+
+
+@pytest.mark.parametrize(("tamper", "sentence"), VIOLATIONS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_run_that_was_tampered_with_is_refused(tamper, sentence, sound_run, tmp_path) -> None:
+    run = sound_run.copy_to(tmp_path / "run")
     tamper(run)
     with pytest.raises(FileError, match=sentence.replace("(", r"\(")):
         replayed(str(run.directory), initial=lambda facts: run.initial)
