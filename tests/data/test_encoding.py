@@ -46,9 +46,14 @@ def config(tmp_path, monkeypatch):
     "change",
     [
         {"max_train_bytes": 42_000},
-        pytest.param({"held_out": (), "held_out_fraction": 0.2}, marks=pytest.mark.slow),
         pytest.param(
-            {"train": ("texts/a.jsonl", "texts/c.parquet"), "weights": (0.7, 0.3)}, marks=pytest.mark.slow
+            {
+                "train": ("texts/a.jsonl", "texts/c.parquet"),
+                "weights": (0.7, 0.3),
+                "held_out": (),
+                "held_out_fraction": 0.2,
+            },
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -72,6 +73,15 @@ def replicas(launcher: int) -> list[int]:
     """The forks of the supervisor, which the launcher's child has forked."""
     supervisors = [supervisor for ancestor in children(launcher) for supervisor in children(ancestor)]
     return [replica for supervisor in supervisors for replica in children(supervisor)]
+
+
+def wait_for_step(process: Program, run: Path, step: int) -> int:
+    """The process of the last replica, once replica 0 has come that far."""
+    path, deadline = run / "metrics-0.jsonl", time.monotonic() + TIMEOUT_SECONDS
+    while not path.exists() or path.read_text().count("\n") < step:
+        assert time.monotonic() < deadline and process.process.exitcode is None, "the run came to nothing"
+        time.sleep(0.02)
+    return max(replicas(process.pid))
 
 
 def children(pid: int) -> Iterator[int]:

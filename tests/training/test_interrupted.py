@@ -35,6 +35,7 @@ from tests.training.runs import (
     run,
     started,
     summary,
+    wait_for_step,
 )
 
 from diloco.cli.main import main
@@ -117,7 +118,7 @@ TAYLOR = {"outer": "rda:restart_every=2", "merge": "taylor", "mixing": None}
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"ddp_per_replica": 2, "diloco": {"combine": "reduce_scatter:bf16"}}, 2, marks=pytest.mark.slow
+            {"num_replicas": 1, "ddp_per_replica": 2, "diloco": {"overlap_steps": (2,)}}, 1, marks=pytest.mark.slow
         ),
     ],
     ids=["alone", "streaming", "data_parallel", "shards", "ddp"],
@@ -278,9 +279,9 @@ def test_a_run_stopped_at_any_moment_and_then_killed_goes_on_bit_for_bit(folder,
 def kill_a_replica(folder: Path, directory: Path, flags: list[str], *, step: int) -> None:
     """Start or resume a run, and kill its last replica once replica 0 has taken a step; the other ends, too."""
     with started(folder, *flags) as process:
-        wait_for(lambda: num_lines(directory) >= step, process)
+        victim = wait_for_step(process, directory, step)
         assert {str(address) for address, _ in listening(*family_of(process.pid))} == {"127.0.0.1"}
-        os.kill(max(replicas(process.pid)), signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
         done = process.wait(60)
     sentence = r"diloco: replica \d was killed by SIGKILL .*; go on from step \d+ with: "
     assert done.returncode == 1 and re.fullmatch(rf"{sentence}.* --resume runs/{directory.name}\n", done.stderr)

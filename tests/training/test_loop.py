@@ -142,7 +142,6 @@ def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch, steps_ahead
     """One step ahead, as on a GPU, the host sees the same steps in the same order."""
     monkeypatch.setattr("diloco.training.loop._Run.steps_ahead", steps_ahead)
     monkeypatch.setattr("diloco.training.records.samples._SECONDS", 600.0)  # a busy machine writes slowly
-    monkeypatch.setattr("diloco.training.records.samples._NUM_TOKENS", 40)
     unresolved = replace(recipe("tiny"), name=f"alone-{steps_ahead}", runs=folder / "runs", num_replicas=1)
     evaluation, checkpoint = EvaluationConfig(every_steps=6, num_tokens=512), CheckpointConfig(every_steps=8)
     unresolved = replace(unresolved, num_tokens=24 * 8 * 64, evaluation=evaluation, checkpoint=checkpoint)
@@ -173,7 +172,7 @@ def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch, steps_ahead
     assert outcome.summary["bytes_sent_per_replica"] == outcome.summary["data_parallel_bytes_per_replica"] == 0
     assert outcome.summary["compute_utilization"] > 0.9, "but for pauses of a busy machine"
     assert outcome.summary["tokens_per_second"] == pytest.approx(24 * 8 * 64 / outcome.summary["wall_seconds"])
-    assert [len(sample.text) > 10 for sample in outcome.samples] == [True] * 3
+    assert [len(sample.text) > 50 for sample in outcome.samples] == [True] * 3
     written = lines(folder / "runs" / f"alone-{steps_ahead}", 0)
     assert sum(line["step_seconds"] for line in written) == pytest.approx(outcome.summary["wall_seconds"])
     for line in written:
