@@ -22,11 +22,10 @@ import sys, time
 from pathlib import Path
 from diloco.data import prepare, readers
 from diloco.data.config import DataConfig
-source, directory, tokenizer, landmark = sys.argv[1:]
-config = DataConfig(train=(source,), tokenizer=tokenizer)
+source, directory = sys.argv[1:]
 readers.PIECE_BYTES = 2**16
-wait = lambda _: time.sleep(1000 if Path(directory, landmark).exists() else 0.02)
-prepare.prepare(config, Path(directory), shard_tokens=2**16, progress=wait)
+wait = lambda _: time.sleep(0.02)
+prepare.prepare(DataConfig(train=(source,)), Path(directory), shard_tokens=2**16, progress=wait)
 """
 
 
@@ -37,15 +36,6 @@ def source(tmp_path):
     rows = [{"id": module.name, "text": module.read_text(encoding="utf-8")} for module in modules]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-def start(source, directory, tokenizer, landmark="none"):
-    """A process that goes on for as long as `landmark` does not exist."""
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, source, str(directory), tokenizer, landmark])
-
-
-def finish(source, directory, tokenizer):
-    prepare(DataConfig(train=(source,), tokenizer=tokenizer), directory, shard_tokens=2**16)
 
 
 def kill_when(process, path):
@@ -71,9 +61,10 @@ def finished_files(directory):
 
 
 def test_two_processes_that_ask_at_a_time_do_it_once(tmp_path, source):
-    both = [start(source, tmp_path / "both", "bytes") for _ in range(2)]
+    command = [sys.executable, "-c", PROGRAM, source, str(tmp_path / "both")]
+    both = [subprocess.Popen(command) for _ in range(2)]
     assert [process.wait(timeout=120) for process in both] == [0, 0]
-    finish(source, tmp_path / "one", "bytes")
+    prepare(DataConfig(train=(source,)), tmp_path / "one", shard_tokens=2**16)
     assert content(tmp_path / "both") == content(tmp_path / "one")
 
 
