@@ -443,6 +443,11 @@ def _cut(place: Path, version: Version) -> None:
     part.write_bytes(part.read_bytes()[:-1])
 
 
+def _lengthened(place: Path, version: Version) -> None:
+    part = place / part_name(version.number, version.difference, 0)
+    part.write_bytes(part.read_bytes() + b"more")
+
+
 def _flipped(place: Path, version: Version) -> None:
     part = place / part_name(version.number, version.difference, 0)
     content = bytearray(part.read_bytes())
@@ -486,6 +491,16 @@ def _of_another_model(place: Path, version: Version) -> None:
     _sealed(place, replace(version, whole=other.whole, difference=None, digest=other.digest, start=version.number))
 
 
+def _difference_of_another_model(place: Path, version: Version) -> None:
+    with diloco.Publisher(str(place / "other")) as publisher:
+        publisher.publish({"another": torch.ones(900)}, step=1)
+        other = publisher.publish({"another": torch.ones(900)}, step=1)
+    own = place / part_name(version.number, other.difference, 0)
+    own.parent.mkdir()
+    own.write_bytes((place / "other" / part_name(1, other.difference, 0)).read_bytes())
+    _sealed(place, replace(version, difference=other.difference))
+
+
 def _signed_by_a_stranger(place: Path, version: Version) -> None:
     write_key(place / "stranger.key")
     header = place / VERSION.name(version.number)
@@ -501,6 +516,7 @@ def _begun_anew(place: Path, version: Version) -> None:
     "damage, words",
     [
         (_cut, r"bodies/0000000002-\w{16}/00000 in .* was cut short: it has 149 bytes, not 150"),
+        (_lengthened, "bytes, and may have"),
         (_flipped, "the difference of version 2 in .* does not match the SHA-256 in its header: it was damaged"),
         (_head_cut, "version 2 in .* can't be used: its header is cut short"),
         (_in_anothers_place, "version 2 in .* can't be used: it is version 1, put in another's place"),
@@ -508,6 +524,7 @@ def _begun_anew(place: Path, version: Version) -> None:
         (_replaced, "version 2 in .* does not follow version 1 as it was read: one of them was replaced"),
         (_wrong_digest, r"version 2 in .* leads to the digest \w{16}…, and its header says abababab"),
         (_of_another_model, r"version 2 in .* is of another model: .* are missing: follow it with a new follower"),
+        (_difference_of_another_model, "version 2 in .* is the difference of a model with other names"),
         (_begun_anew, "ends with version 0, and this follower holds version 1: the versions begin anew"),
     ],
     ids=lambda value: value.__name__.strip("_") if callable(value) else "",
