@@ -230,7 +230,7 @@ class CrashError(Exception):
 
 @pytest.mark.slow
 def test_a_bridge_that_dies_goes_on_and_nothing_is_lost_or_counted_twice(tmp_path: Path, monkeypatch) -> None:
-    """Where its outer gradient was counted and it has not taken that, around a shift, and as its region ends."""
+    """Once its outer gradient is counted, before it has taken that; around a shift; and as its region ends."""
     replicas = [trainer(tmp_path, region) for region in ("eu", "us")]
     bridge, other = (bridge_of(tmp_path, region) for region in ("eu", "us"))
     outer_log = other.outer.rendezvous
