@@ -45,7 +45,7 @@ install_import_hook(CHECKED, "beartype.beartype")
 
 from tests.forks import fork_pythons, start_pythons
 from tests.memory import backgrounds
-from tests.processes import SAMPLES, find_server, share_server
+from tests.processes import find_server, share_server
 from tests.servers import azurite as azurite
 from tests.servers import directory as directory
 from tests.servers import hugging_face as hugging_face
@@ -186,9 +186,10 @@ def finished_run(once, small_corpus: Path) -> Path:
 
     def train(folder: Path) -> None:
         shutil.copy(small_corpus, folder / "text.jsonl")
-        flags = ["--num-tokens", "61440", "--log-layer-cosine", "--evaluation.every-steps", "60"]
-        flags += ["--data.cache", str(folder / "data"), *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT]
-        process = run(folder, "--name", "streaming", *flags, **SAMPLES)
+        flags = ["--num-tokens", "61440", "--log-layer-cosine", "--data.cache", str(folder / "data")]
+        flags += ["--evaluation.every-steps", "60", "--evaluation.num-tokens", "8192"]
+        flags += BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT
+        process = run(folder, "--name", "streaming", *flags)
         assert process.returncode == 0, process.stdout + process.stderr
         assert not process.stderr, process.stderr
         (folder / "printed.txt").write_text(process.stdout)

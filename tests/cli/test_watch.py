@@ -9,8 +9,7 @@ import urllib.request
 
 import pytest
 from tests.rendezvous.handwritten import Handwritten
-from tests.training.runs import TIMEOUT_SECONDS, started
-from tests.training.test_loop import wait_for_step
+from tests.training.runs import TIMEOUT_SECONDS, started, wait_for_step
 
 from diloco.cli.main import main
 from diloco.report import sources

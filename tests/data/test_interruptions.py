@@ -22,11 +22,10 @@ import sys, time
 from pathlib import Path
 from diloco.data import prepare, readers
 from diloco.data.config import DataConfig
-source, directory, tokenizer, landmark = sys.argv[1:]
-config = DataConfig(train=(source,), tokenizer=tokenizer)
+source, directory = sys.argv[1:]
 readers.PIECE_BYTES = 2**16
-wait = lambda _: time.sleep(1000 if Path(directory, landmark).exists() else 0.02)
-prepare.prepare(config, Path(directory), shard_tokens=2**16, progress=wait)
+wait = lambda _: time.sleep(0.02)
+prepare.prepare(DataConfig(train=(source,)), Path(directory), shard_tokens=2**16, progress=wait)
 """
 
 
@@ -37,15 +36,6 @@ def source(tmp_path):
     rows = [{"id": module.name, "text": module.read_text(encoding="utf-8")} for module in modules]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-def start(source, directory, tokenizer, landmark="none"):
-    """A process that goes on for as long as `landmark` does not exist."""
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, source, str(directory), tokenizer, landmark])
-
-
-def finish(source, directory, tokenizer):
-    prepare(DataConfig(train=(source,), tokenizer=tokenizer), directory, shard_tokens=2**16)
 
 
 def kill_when(process, path):
@@ -70,28 +60,11 @@ def finished_files(directory):
     return {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in files}
 
 
-@pytest.mark.slow
-def test_killed_three_times_it_ends_with_the_same_bytes(tmp_path, source):
-    tokenizer = "bpe:300"  # which other processes train to the same bytes, too
-    finish(source, tmp_path / "whole", tokenizer)
-    directory = tmp_path / "killed"
-    for landmark in ("settings.json", "train-00002.json", "train-00011.bin"):
-        kill_when(start(source, directory, tokenizer, landmark), directory / landmark)
-    kept = finished_files(directory)
-    assert len(kept) >= 11
-    assert not (directory / "index.json").exists()
-    (directory / "train-00099.bin.0a1b2c3d.partial").touch()  # as a kill may leave one
-    (directory / "somebody.else's.partial").touch()
-    finish(source, directory, tokenizer)
-    (directory / "somebody.else's.partial").unlink()
-    assert {path: finished_files(directory)[path] for path in kept} == kept
-    assert content(directory) == content(tmp_path / "whole")
-
-
 def test_two_processes_that_ask_at_a_time_do_it_once(tmp_path, source):
-    both = [start(source, tmp_path / "both", "bytes") for _ in range(2)]
+    command = [sys.executable, "-c", PROGRAM, source, str(tmp_path / "both")]
+    both = [subprocess.Popen(command) for _ in range(2)]
     assert [process.wait(timeout=120) for process in both] == [0, 0]
-    finish(source, tmp_path / "one", "bytes")
+    prepare(DataConfig(train=(source,)), tmp_path / "one", shard_tokens=2**16)
     assert content(tmp_path / "both") == content(tmp_path / "one")
 
 

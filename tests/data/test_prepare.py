@@ -113,31 +113,13 @@ def test_a_name_that_is_not_utf8_is_refused_and_a_directory_with_it_is_read(tmp_
 @pytest.mark.slow
 def test_a_locale_without_the_letters_of_a_name_is_named(tmp_path):
     write_rows(tmp_path / "ü.jsonl", [f"text {number}" for number in range(200)])
-    command = [
-        sys.executable,
-        "-m",
-        "diloco",
-        "data",
-        "prepare",
-        "--output",
-        "out",
-        "--train",
-        "ü.jsonl",
-        "--held-out-fraction",
-        "0.2",
-    ]
-    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
-    refused, done = (
-        subprocess.run(
-            command, env=os.environ | locale | {"PYTHONUTF8": utf8}, cwd=tmp_path, capture_output=True, timeout=60
-        )
-        for utf8 in "01"
-    )
+    command = [sys.executable, "-m", "diloco", "data", "prepare", "--output", "out", "--train", "ü.jsonl"]
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    refused = subprocess.run(command, env=os.environ | locale, cwd=tmp_path, capture_output=True, timeout=60)
     sentence = (
         "diloco: out/settings.json can't be written: ?.jsonl has letters that this locale lacks: set PYTHONUTF8=1"
     )
     assert (refused.returncode, refused.stderr.decode()) == (2, f"{sentence} in the environment\n")
-    assert (done.returncode, done.stderr.decode()) == (0, "")
 
 
 def test_the_index_says_what_was_made(source, tmp_path):

@@ -1,7 +1,6 @@
 from functools import partial
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,8 +27,7 @@ def test_replicas_and_ranks_together_read_what_one_replica_would(num_windows, sh
     assert np.array_equal(np.concatenate(parts), sampler.windows(step))
 
 
-@pytest.mark.slow
-@given(st.integers(1, 200), SHAPES, st.integers(0, 3))
+@given(st.integers(1, 40), SHAPES, st.integers(0, 3))
 def test_every_window_once_an_epoch_though_steps_straddle_epochs(num_windows, shape, seed):
     sampler = sampler_of(num_windows, *shape, seed)
     num_steps = -(-3 * num_windows // sampler.global_batch)
@@ -122,35 +120,3 @@ def test_a_position_is_computed_alone():
     together = permute(positions, size=100, seed=7, epoch_K=epochs)
     alone = [whole(100, 7, epoch)[position] for position, epoch in zip(positions, epochs, strict=True)]
     assert together.tolist() == alone
-
-
-@pytest.mark.parametrize("size", [1000, 4096, 100_003])
-@pytest.mark.parametrize("seed", [0, 1, 2**63])
-def test_a_permutation_shuffles(size, seed):
-    shuffled = whole(size, seed)
-    tolerance = 5 / np.sqrt(size)
-    assert abs(np.abs(shuffled - np.arange(size)).mean() / size - 1 / 3) < tolerance
-    assert abs(correlation(shuffled, np.arange(size))) < tolerance
-    assert abs(correlation(shuffled[1:], shuffled[:-1])) < tolerance
-    steps = np.diff(shuffled)
-    assert np.unique(steps, return_counts=True)[1].max() < 20
-    assert (shuffled == np.arange(size)).sum() < 12
-
-
-@pytest.mark.parametrize(("left", "right"), [((0, 0), (0, 1)), ((0, 0), (1, 0)), ((1, 0), (0, 1))])
-def test_seeds_and_epochs_give_unrelated_orders(left, right):
-    a, b = whole(10_000, *left), whole(10_000, *right)
-    assert abs(correlation(a, b)) < 0.05
-    assert (a == b).sum() < 12
-
-
-def test_a_window_falls_evenly_over_the_epochs():
-    size, epochs = 10, 20_000
-    places = permute(np.zeros(epochs), size=size, seed=3, epoch_K=np.arange(epochs))
-    counts = np.bincount(places.astype(np.int64), minlength=size)
-    chi_squared = ((counts - epochs / size) ** 2 / (epochs / size)).sum()
-    assert chi_squared < 27.9  # p = 0.001 at nine degrees of freedom
-
-
-def correlation(a, b):
-    return np.corrcoef(a, b)[0, 1]

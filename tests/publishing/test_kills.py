@@ -23,8 +23,8 @@ from torch import Tensor
 import diloco
 from diloco.publishing.differences import content_digest
 
-NUM_VERSIONS = int(os.environ.get("NUM_VERSIONS", "30"))
-NUM_KILLS = int(os.environ.get("NUM_KILLS", "4"))
+NUM_VERSIONS = int(os.environ.get("NUM_VERSIONS", "20"))
+NUM_KILLS = int(os.environ.get("NUM_KILLS", "3"))
 SECONDS = 120.0 + NUM_VERSIONS
 
 

@@ -3,7 +3,9 @@
 Shapes: N elements of one fragment.
 """
 
+import shutil
 from collections.abc import Mapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,6 +112,14 @@ class Handwritten:
     @property
     def state(self) -> RunState:
         return self.states[-1]
+
+    def copy_to(self, directory: Path) -> "Handwritten":
+        """The same run in another directory, to be changed there."""
+        copied = copy(self)
+        copied.directory, copied.states = shutil.copytree(self.directory, directory), [*self.states]
+        for name in ("outer", "velocity", "past", "random", "count"):
+            setattr(copied, name, deepcopy(getattr(self, name)))
+        return copied
 
     def path(self, name: str) -> Path:
         path = self.directory / name

@@ -61,7 +61,7 @@ class Replica:
     ) -> None:
         self.model, self.first_target = new_model() if model is None else model, first_target
         # 300 of these steps, the default, are one second without a store.
-        settings = {"poll_seconds": 0.004, "timeout_seconds": 20.0, "max_local_steps": 100_000} | exchange
+        settings = {"poll_seconds": 0.01, "timeout_seconds": 20.0, "max_local_steps": 100_000} | exchange
         self.exchange = diloco.StoreRendezvous(url, name=name, **settings)
         pace = self.exchange._pace
         # The last payloads of one that finishes before the others are decided without them, after 2 s by default.
@@ -123,7 +123,7 @@ class Plan:
     """The life of one replica process."""
 
     name: str
-    num_steps: int = 120
+    num_steps: int = 90
     step_seconds: float = 0.004
     tokens: int = 8
     """In each step."""

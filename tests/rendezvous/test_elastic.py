@@ -78,7 +78,7 @@ def test_survivors_go_on_when_one_is_killed_one_stops_one_is_slow_and_one_joins(
     slow, steady = (names.index(name) for name in ("slow", "stopper"))
     assert sum(run.contributions[i]["steps"] for i in numbers(run, slow)) <= 3 * 50
     num_counted = sum(run.contributions[i]["steps"] for i in numbers(run, steady))
-    assert outcomes[0] is not None and outcomes[0].num_steps >= 120
+    assert outcomes[0] is not None and outcomes[0].num_steps >= 90
     assert num_counted == pytest.approx(3 * (outcomes[0].num_steps - outcomes[0].uncounted_tokens / 8))
     parts = [run.contributions[i] for i in numbers(run, steady)]
     assert all(sum(c["steps"] for c in parts if c["fragment"] == p) >= 60 for p in range(P))

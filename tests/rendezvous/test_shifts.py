@@ -85,12 +85,6 @@ def test_only_the_bridge_writes_a_shift_and_it_counts_nobody_else(members, autho
         log.outer(*map(log.contribution, members), author=author)
 
 
-def test_before_its_replicas_have_joined_a_run_takes_no_shift():
-    log = Log(num_fragments=1, num_replicas=2, bridge="eu").join("eu", "a")
-    with pytest.raises(LogError, match="before 2 replicas were present together"):
-        log.outer(log.contribution(0))
-
-
 def test_without_a_bridge_in_its_rules_the_same_entry_is_an_average():
     log = Log(num_fragments=1).join("a", "b", "eu").rounds(2, A, B)
     log.outer(log.contribution(BRIDGE, tokens=7))

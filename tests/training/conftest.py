@@ -2,7 +2,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.training.runs import SHORT, run
+from tests.training.runs import SAVING, SHORT, run
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +25,7 @@ def short(once, small_corpus) -> Path:
 
     def train(folder: Path) -> None:
         shutil.copy(small_corpus, folder / "text.jsonl")
-        done = run(folder, "--name", "short", *SHORT)
+        done = run(folder, "--name", "short", *SHORT, *SAVING)
         assert done.returncode == 0, done.stderr
 
     return once("short_run", train) / "runs" / "short"

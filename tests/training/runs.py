@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -23,9 +24,10 @@ TIMEOUT_SECONDS = 200
 DILOCO = [sys.executable, "-m", "diloco"]
 
 BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT = ["--diloco.overlap-steps", "2", "7"]
-SHORT = ["--evaluation.every-steps", "30", "--evaluation.num-tokens", "2048"]
+SHORT = ["--num-tokens", "15360", "--evaluation.every-steps", "15", "--evaluation.num-tokens", "2048"]
 SHORT += BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT
-"""A run of 60 steps, which saves every 20th."""
+"""A run of 30 steps."""
+SAVING = ["--checkpoint.every-steps", "10"]
 
 
 def command(*flags: str) -> list[str]:
@@ -71,6 +73,15 @@ def replicas(launcher: int) -> list[int]:
     """The forks of the supervisor, which the launcher's child has forked."""
     supervisors = [supervisor for ancestor in children(launcher) for supervisor in children(ancestor)]
     return [replica for supervisor in supervisors for replica in children(supervisor)]
+
+
+def wait_for_step(process: Program, run: Path, step: int) -> int:
+    """The process of the last replica, once replica 0 has come that far."""
+    path, deadline = run / "metrics-0.jsonl", time.monotonic() + TIMEOUT_SECONDS
+    while not path.exists() or path.read_text().count("\n") < step:
+        assert time.monotonic() < deadline and process.process.exitcode is None, "the run came to nothing"
+        time.sleep(0.02)
+    return max(replicas(process.pid))
 
 
 def children(pid: int) -> Iterator[int]:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from tests.engine.cases import parts_of
 from tests.processes import run_replicas
 from tests.rendezvous.cases import Log
@@ -39,14 +40,14 @@ from diloco.training.records.store_runs import initial_parameters
 from diloco.training.world import meeting
 
 PLAIN = "nesterov:lr=1,momentum=0"
-PACE = {"poll_seconds": 0.01, "timeout_seconds": 20.0, "snapshot_rounds": 1000}
+PACE = {"poll_seconds": 0.03, "timeout_seconds": 20.0, "snapshot_rounds": 1000}
 
 
 def trainer(folder: Path, region: str, name: str = "r", **settings) -> Replica:
     """A replica of a region, towards targets of the region's own."""
     target = 10 * ("eu", "us").index(region)
     settings = {"name": name, "bridge": region, "first_target": target, "snapshot_rounds": 1000} | settings
-    settings |= {"poll_seconds": 0.01}
+    settings |= {"poll_seconds": 0.03}
     return Replica(str(folder / region), **settings)
 
 
@@ -131,9 +132,11 @@ def check_conserved(bridge: Bridge, folder: Path, *, mu: float = 0.9, eta: float
 
 
 @pytest.mark.slow
-def test_two_regions_of_two_replicas_train_one_model(tmp_path: Path) -> None:
+def test_two_regions_train_one_model(tmp_path: Path) -> None:
     settings = {"combine": "reduce_scatter", "num_shares": 2}
-    replicas = [trainer(tmp_path, region, name, **settings) for region in ("eu", "us") for name in "ab"]
+    replicas = [
+        trainer(tmp_path, region, name, **settings) for region, name in (("eu", "a"), ("eu", "b"), ("us", "a"))
+    ]
     bridges = [bridge_of(tmp_path, region, combine="reduce_scatter") for region in ("eu", "us")]
     last, sums = replicas[0], [np.zeros(len(theta_p)) for theta_p in theta0()]
     number, num_shifts = bridges[0].region.replica.number, 0
@@ -166,13 +169,23 @@ def test_two_regions_of_two_replicas_train_one_model(tmp_path: Path) -> None:
     vanish(*replicas, *bridges)
 
 
-def test_a_region_alone_goes_its_own_way(tmp_path: Path) -> None:
+def test_a_region_alone_goes_its_own_way_also_where_its_bridge_has_lost_its_notes(tmp_path: Path, caplog) -> None:
     replica, bridge = trainer(tmp_path, "eu"), bridge_of(tmp_path, "eu", between=PLAIN)
-    until(lambda: min(bridge.outer.rounds) >= 4, replica, bridge)
+    until(lambda: min(bridge.outer.rounds) >= 2, replica, bridge)
     check_conserved(bridge, tmp_path, mu=0.0, eta=1.0)
     moves = [c["norm"] for c in replayed(tmp_path / "outer", theta0(), mu=0.0, eta=1.0).contributions]
     assert max(moves) > 0.5 and all(c["norm"] < 1e-5 for c in shifts(tmp_path, "eu")), "its Θ is the outer Θ"
-    vanish(replica, bridge)
+    vanish(bridge)
+    until_all_move(lambda: replica.rounds, replica)
+    for note in (tmp_path / "notes" / "eu").iterdir():
+        note.unlink()
+    again = bridge_of(tmp_path, "eu", between=PLAIN)
+    assert caplog.text.count("does not tell what of fragment") == P
+    for p in range(P):
+        outer_N = again.outer.replica.state.use("outer", p)
+        torch.testing.assert_close(again.region.vector(p), outer_N, rtol=0, atol=1e-6)
+    until_all_move(lambda: again.outer.rounds, replica, again)
+    vanish(replica, again)
 
 
 @pytest.mark.slow
@@ -216,40 +229,42 @@ class CrashError(Exception):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["sent", "before the shift", "after the shift", "without notes"])
-def test_a_bridge_that_dies_goes_on_and_nothing_is_lost_or_counted_twice(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bridge_that_dies_goes_on_and_nothing_is_lost_or_counted_twice(tmp_path: Path, monkeypatch) -> None:
+    """Once its outer gradient is counted, before it has taken that; around a shift; and as its region ends."""
     replicas = [trainer(tmp_path, region) for region in ("eu", "us")]
     bridge, other = (bridge_of(tmp_path, region) for region in ("eu", "us"))
-    until(lambda: min(bridge.outer.rounds) >= 2, *replicas, bridge, other)
-    if moment in ("sent", "without notes"):
-        until(lambda: len(bridge.outer.in_flight) > 0, *replicas, bridge)
-        (p, offer), *_ = bridge.outer.in_flight.items()
-        log = bridge.outer.rendezvous.state.fragments[p]
-        until(lambda: bridge.outer.rendezvous.state.fragments[p].round > offer.base_round, *replicas, other)
-        assert bridge.outer.rounds[p] == offer.base_round and log, "counted, and not taken"
-    else:
-        with monkeypatch.context() as patch, pytest.raises(CrashError):
-            shift = bridge.region.shift  # not the other's
-            patch.setattr(bridge.region, "shift", dies(shift, first=moment == "before the shift"))
-            until(lambda: False, *replicas, bridge, other)
+    outer_log = other.outer.rendezvous
+    until(lambda: min(bridge.outer.rounds) >= 1, *replicas, bridge, other)
+    for moment in ("sent", "before the shift", "after the shift"):
+        if moment == "sent":
+            until(lambda bridge=bridge: len(bridge.outer.in_flight) > 0, *replicas, bridge)
+            (p, offer), *_ = bridge.outer.in_flight.items()
+            until(lambda p=p, base=offer.base_round: outer_log.state.fragments[p].round > base, *replicas, other)
+            assert bridge.outer.rounds[p] == offer.base_round, "counted, and not taken"
+        else:
+            with monkeypatch.context() as patch, pytest.raises(CrashError):
+                shift = bridge.region.shift  # not the other's
+                patch.setattr(bridge.region, "shift", dies(shift, first=moment == "before the shift"))
+                until(lambda: False, *replicas, bridge, other)
+        vanish(bridge)
+        before = len(shifts(tmp_path, "eu"))
+        until_all_move(lambda: other.outer.rounds, *replicas, other)
+        bridge = bridge_of(tmp_path, "eu")
+        assert len(shifts(tmp_path, "eu")) > before, f"{moment}: what the other region has learnt meanwhile"
+        until_all_move(lambda bridge=bridge: bridge.outer.rounds, *replicas, bridge, other)
+        check_conserved(bridge, tmp_path)
+        check_conserved(other, tmp_path)
+    until(lambda: len(bridge.outer.in_flight) > 0, *replicas, bridge, other)
     vanish(bridge)
-    before = len(shifts(tmp_path, "eu"))
-    until_all_move(lambda: other.outer.rounds, *replicas, other)
-    if moment == "without notes":
-        for note in (tmp_path / "notes" / "eu").iterdir():
-            note.unlink()
-    again = bridge_of(tmp_path, "eu")
-    assert len(shifts(tmp_path, "eu")) > before, "what the other region has learnt meanwhile"
-    until_all_move(lambda: again.outer.rounds, *replicas, again, other)
-    if moment == "without notes":
-        with pytest.raises(AssertionError, match="Not equal to tolerance"):
-            check_conserved(again, tmp_path)
-    else:
-        check_conserved(again, tmp_path)
-    check_conserved(other, tmp_path)
-    vanish(*replicas, again, other)
+    until_all_move(lambda: replicas[0].rounds, *replicas, other)
+    replicas[0].seen(replicas[0].engine.finish(flush=True, close=True))
+    replicas[0].exchange.leave()
+    back = joined(tmp_path, closed_region(tmp_path), "eu")
+    back.finish()
+    check_conserved(back, tmp_path)
+    assert not back.outer.uncounted_fragments() and not back.outer.rendezvous.state.closed, "the other goes on"
+    back.outer.rendezvous.leave()
+    vanish(replicas[1], other)
 
 
 def dies(shift: Callable[..., bool], *, first: bool) -> Callable[..., bool]:
@@ -313,23 +328,6 @@ def test_the_rounds_of_a_replica_that_had_the_slot_before_are_no_shifts() -> Non
     assert shifts_so_far() == 1
 
 
-@pytest.mark.slow
-def test_a_region_that_ended_without_its_bridge_is_sent_when_that_is_back(tmp_path: Path) -> None:
-    replicas = [trainer(tmp_path, region) for region in ("eu", "us")]
-    bridge, other = (bridge_of(tmp_path, region) for region in ("eu", "us"))
-    until(lambda: min(bridge.outer.rounds) >= 1 and bridge.outer.in_flight, *replicas, bridge, other)
-    vanish(bridge)
-    until_all_move(lambda: replicas[0].rounds, *replicas, other)
-    replicas[0].seen(replicas[0].engine.finish(flush=True, close=True))
-    replicas[0].exchange.leave()
-    back = joined(tmp_path, closed_region(tmp_path), "eu")
-    back.finish()
-    check_conserved(back, tmp_path)
-    assert not back.outer.uncounted_fragments() and not back.outer.rendezvous.state.closed, "the other goes on"
-    back.outer.rendezvous.leave()
-    vanish(replicas[1], other)
-
-
 def test_a_region_with_another_tokenizer_is_refused(tmp_path, small_corpus, monkeypatch) -> None:
     monkeypatch.setattr(Bridge, "step", dies(lambda bridge: True, first=True))
     with ExitStack() as stack:
@@ -352,7 +350,7 @@ def test_a_region_with_another_tokenizer_is_refused(tmp_path, small_corpus, monk
                 run_bridge(replace(bridge, runs=tmp_path / "runs", timeout_seconds=20.0))
 
 
-STEPS = 48
+STEPS = 36
 
 
 def be_a_process(configs: list[TrainConfig], folder: Path) -> None:

@@ -72,6 +72,7 @@ def test_the_average_is_between_the_replicas(finished_run, tmp_path):
 def test_parameters_that_were_trained_in_bfloat16_are_read(small_corpus, tmp_path, method):
     """Two replicas, which differ after their last outer step unless the method is Data-Parallel."""
     flags = ["--name", method, "--method", method, "--precision", "bf16-params", "--num-tokens", "5120"]
+    flags += ["--evaluation.num-tokens", "2048"]
     shutil.copy(small_corpus, tmp_path / "text.jsonl")
     process = run(tmp_path, *flags, *([] if method == "data_parallel" else ["--diloco.sync-every", "4"]))
     assert process.returncode == 0, process.stderr

@@ -65,8 +65,8 @@ def copy_without_its_end(name: str) -> None:
 def runs(once, small_corpus) -> Path:
     """A folder with `gpt2`, the run `whole`, which trains it, and the run `adapters`, which trains adapters.
 
-    Beside each of the two lies one that was resumed at its first checkpoint: importing the models takes longer
-    than the steps, so that all runs are forked from one process.
+    Beside the latter lies one that was resumed at its first checkpoint: importing the models takes longer than
+    the steps, so that all runs are forked from one process.
     """
 
     def make(folder: Path) -> None:
@@ -77,8 +77,7 @@ def runs(once, small_corpus) -> Path:
         few = ["--num-tokens", "1024", "--method", "data_parallel"]
         calls = [train_call("--name", "whole", *flags), train_call("--name", "adapters", *lora)]
         calls += [train_call("--name", "baseline", *lora[: -len(SHORT)], *few)]
-        for name in ("whole", "adapters"):
-            calls += [(copy_without_its_end, name), train_call("--resume", f"runs/{name}-resumed")]
+        calls += [(copy_without_its_end, "adapters"), train_call("--resume", "runs/adapters-resumed")]
         train_all(folder, calls)
 
     return once("hugging_face_runs", make)
@@ -103,9 +102,8 @@ def test_a_run_learns_and_its_replicas_agree(runs, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["whole", "adapters"])
-def test_a_resumed_run_has_the_bits_of_one_that_was_not(runs, name):
-    before, resumed = runs / "runs" / name, runs / "runs" / f"{name}-resumed"
+def test_a_resumed_run_has_the_bits_of_one_that_was_not(runs):
+    before, resumed = runs / "runs" / "adapters", runs / "runs" / "adapters-resumed"
     assert [line["step"] for line in lines(resumed, 0)] == [*range(1, 21)]
     assert summary(resumed)["outer_hash"] == summary(before)["outer_hash"]
     for replica in (0, 1):

@@ -1,5 +1,6 @@
 """Signals: all replicas save the same step, and the run that goes on from there ends with the same bits."""
 
+import json
 import os
 import random
 import re
@@ -13,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 import torch.distributed as dist
 from tests.ports import free_port
 from tests.processes import Program, program, run_main, run_replicas
 from tests.rendezvous.replicas import Replica
 from tests.running import torchrun as launched
+from tests.sockets import family_of, listening
 from tests.training.runs import (
     DILOCO,
+    SAVING,
     SHORT,
     TIMEOUT_SECONDS,
     bodies,
@@ -30,18 +35,23 @@ from tests.training.runs import (
     run,
     started,
     summary,
+    wait_for_step,
 )
 
 from diloco.cli.main import main
 from diloco.errors import ExchangeError, Stopped
+from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.log.entries import Leave
+from diloco.rendezvous.replay import replayed
 from diloco.training import stopping
 from diloco.training.config.config import CheckpointConfig, DilocoConfig, TrainConfig
 from diloco.training.config.resolve import resolved
 from diloco.training.loop import train
 from diloco.training.processes import STORE
 from diloco.training.records.checkpoints import finished_steps
+from diloco.training.records.finished import run_parameters
 from diloco.training.records.runs import read_config
+from diloco.training.records.store_runs import initial_parameters
 from diloco.training.world import alone
 
 STEPS = 18
@@ -102,9 +112,13 @@ TAYLOR = {"outer": "rda:restart_every=2", "merge": "taylor", "mixing": None}
         ({"num_replicas": 1, "diloco": {"overlap_steps": (2,)}}, 0),
         ({"diloco": {"outer": "eager:lr=0.5", "merge": "translate", "mixing": None}}, 1),
         pytest.param({"method": "data_parallel"}, 1, marks=pytest.mark.slow),
-        pytest.param({"shards_per_replica": 2, "diloco": TAYLOR}, 3, marks=pytest.mark.slow),
         pytest.param(
-            {"ddp_per_replica": 2, "diloco": {"combine": "reduce_scatter:bf16"}}, 2, marks=pytest.mark.slow
+            {"num_replicas": 1, "shards_per_replica": 2, "diloco": TAYLOR | {"overlap_steps": (4,)}},
+            1,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"num_replicas": 1, "ddp_per_replica": 2, "diloco": {"overlap_steps": (2,)}}, 1, marks=pytest.mark.slow
         ),
     ],
     ids=["alone", "streaming", "data_parallel", "shards", "ddp"],
@@ -112,7 +126,7 @@ TAYLOR = {"outer": "rda:restart_every=2", "merge": "taylor", "mixing": None}
 def test_one_process_is_told_and_all_save_the_same_step(config, tmp_path, changes, stopped_rank):
     changes = {**changes, "diloco": replace(config.diloco, **changes.get("diloco", {}))}
     run = resolved(replace(config, runs=tmp_path, micro_batch=None, **changes))
-    imports = ("torch._dynamo", "torch.distributed.fsdp") if run.num_processes > 2 else ()
+    imports = ("torch._dynamo", "torch.distributed.fsdp") if run.shards_per_replica > 1 else ()
     everyones = run_replicas(
         stop_and_go_on, run.num_processes, run, stopped_rank, 9, joined=False, imports=imports
     )
@@ -223,11 +237,11 @@ def preempt(process: Program) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", range(NUM_MOMENTS))
-def test_a_run_stopped_at_any_moment_goes_on_bit_for_bit(folder, short, moment):
+def test_a_run_stopped_at_any_moment_and_then_killed_goes_on_bit_for_bit(folder, short, moment):
     """While it starts, in its first steps, later, as it saves, and near its end."""
     draw = random.Random(moment)
     stop = (stop_the_first_process, preempt, stop_by_terminal)[moment % 3]
-    step = (0, draw.randint(1, 3), draw.randint(54, 60), draw.randint(1, 58))[moment % 4]
+    step = (0, draw.randint(1, 3), draw.randint(24, 30), draw.randint(1, 28))[moment % 4]
     every, seconds = draw.choice(("1", "7", "1000")), draw.uniform(0, 0.03)
     directory = folder / "runs" / f"moment-{moment}"
     flags = [*SHORT, "--checkpoint.every-steps", every]
@@ -241,21 +255,57 @@ def test_a_run_stopped_at_any_moment_goes_on_bit_for_bit(folder, short, moment):
         done = process.wait(TIMEOUT_SECONDS)
     at = num_lines(directory)
     print(f"moment {moment}: {stop.__name__} {at} steps, saved every {every}: {done.stderr}", end="")  # noqa: T201
-    assert done.returncode or step > 50, "it was stopped, but near its end"
+    assert done.returncode or step > 20, "it was stopped, but near its end"
     if done.returncode:
         assert done.returncode == 128 + number and done.stderr.count("\n") == 1, done.stderr
         if saved := re.search(r"every replica has saved step (\d+); go on from step (\d+) with: ", done.stderr):
             assert saved[1] == saved[2] and at == int(saved[1]) >= step
         else:
-            assert at in (0, 60) and "saved step" not in done.stderr, done.stderr
+            assert at in (0, 30) and "saved step" not in done.stderr, done.stderr
     is_claimed = (directory / "config.json").exists()
-    again = ["--resume", str(directory)] if is_claimed else ["--name", directory.name, *flags]
+    again = ["--resume", str(directory)] if is_claimed else ["--name", directory.name, *SHORT, *SAVING]
+    if at < 12:
+        kill_a_replica(folder, directory, again, step=15)
+        again = ["--resume", str(directory)]
     done = run(folder, *again) if not (directory / "summary.json").exists() else done
     assert done.returncode == 0, done.stderr
     for name in ("outer_hash", "eval_loss", "bytes_sent_per_replica"):
         assert summary(directory)[name] == summary(short)[name]
     for replica in (0, 1):
         assert losses(directory, replica) == losses(short, replica)
+        assert_equal(final_state(short, replica), final_state(directory, replica))
+
+
+def kill_a_replica(folder: Path, directory: Path, flags: list[str], *, step: int) -> None:
+    """Start or resume a run, and kill its last replica once replica 0 has taken a step; the other ends, too."""
+    with started(folder, *flags) as process:
+        victim = wait_for_step(process, directory, step)
+        assert {str(address) for address, _ in listening(*family_of(process.pid))} == {"127.0.0.1"}
+        os.kill(victim, signal.SIGKILL)
+        done = process.wait(60)
+    sentence = r"diloco: replica \d was killed by SIGKILL .*; go on from step \d+ with: "
+    assert done.returncode == 1 and re.fullmatch(rf"{sentence}.* --resume runs/{directory.name}\n", done.stderr)
+    assert num_lines(directory) < 30
+
+
+def final_state(run: Path, replica: int) -> dict:
+    newest = max((run / "checkpoints" / f"replica-{replica}").glob("step-*/"))
+    tensors = {path.name: safetensors.torch.load_file(path) for path in newest.glob("*.safetensors")}
+    facts = json.loads((newest / "facts.json").read_text())
+    del facts["seconds"], facts["blocked_seconds"], facts["sync"]["blocked_seconds"]
+    return facts | {"tensors": tensors}
+
+
+def assert_equal(one, other) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    else:
+        assert one == other
 
 
 @pytest.mark.slow
@@ -290,7 +340,7 @@ def test_one_of_two_machines_is_told_and_both_go_on_with_the_bits_of_one(folder,
         arguments += ["-m", *command("--name", "far", *SHORT)[2:]]
         with program(launched, arguments, folder=machines[rank], GLOO_SOCKET_IFNAME="lo") as process:
             if rank == 1:
-                wait_for(lambda: num_lines(machines[0] / "runs" / "far") >= 25, process)
+                wait_for(lambda: num_lines(machines[0] / "runs" / "far") >= 5, process)
                 os.kill(process.pid, signal.SIGTERM)
             return process.wait(TIMEOUT_SECONDS)
 
@@ -307,7 +357,7 @@ def test_one_of_two_machines_is_told_and_both_go_on_with_the_bits_of_one(folder,
 
     first, second = both(torchrun)
     steps = [finished_steps(machine / "runs" / "far" / "checkpoints", m) for m, machine in enumerate(machines)]
-    assert first.returncode and second.returncode and steps[0][-1] == steps[1][-1] > 25
+    assert first.returncode and second.returncode and steps[0][-1] == steps[1][-1] > 5
     saved = rf"every replica has saved step {steps[0][-1]}; go on from step {steps[0][-1]} with: torchrun .*"
     assert re.search(rf"diloco: stopped by SIGTERM: {saved} --node-rank 1 ", second.stderr), second.stderr
     assert re.search(rf"diloco: stopped by SIGTERM at replica 1: {saved} --node-rank 0 ", first.stderr), (
@@ -324,7 +374,7 @@ def test_one_of_two_machines_is_told_and_both_go_on_with_the_bits_of_one(folder,
     assert outer_hash == summary(short)["outer_hash"]
     for machine, process in enumerate(processes):
         for line in (
-            rf"replica {machine}  step 60/60  loss [\d.]+  .*",
+            rf"replica {machine}  step 30/30  loss [\d.]+  .*",
             r"held-out loss +[\d.]+ ± .*",
             rf"outer hash +{outer_hash[:16]}",
             "files                runs/far.*",
@@ -338,11 +388,12 @@ def test_one_of_two_machines_is_told_and_both_go_on_with_the_bits_of_one(folder,
     assert replace(mine, runs=theirs.runs, data=theirs.data) == theirs
 
 
-def stop_shards_in_a_store(config: TrainConfig) -> str:
+def stop_shards_in_a_store(config: TrainConfig) -> tuple[str, tuple[float, ...]]:
     """Two shards of one replica: the one that has not joined the store hears a signal; then they go on."""
-    rank = be_process(config, "stopped")
+    rank, rates = be_process(config, "stopped"), []
 
     def hear(metrics) -> None:
+        rates.append(metrics.learning_rate)
         if rank == 1 and metrics.step == 9:
             signal.raise_signal(signal.SIGTERM)
 
@@ -350,19 +401,29 @@ def stop_shards_in_a_store(config: TrainConfig) -> str:
         train(config, on_step=hear)
     except Stopped as error:
         be_process(config, "again")
-        train(config, resume=True)
-        return str(error)
-    return "not stopped"
+        train(config, resume=True, on_step=hear)
+        return str(error), tuple(rates)
+    return "not stopped", ()
 
 
 @pytest.mark.slow
 def test_the_shards_of_a_replica_in_a_store_save_one_step_and_leave(config, tmp_path):
+    """And are one replica there, with the tokens and the parameters of them all."""
     store = str(tmp_path / "store")
     diloco = replace(config.diloco, overlap_steps=2, **TAYLOR)
     changes = {"runs": tmp_path, "rendezvous": store, "micro_batch": None, "diloco": diloco}
     run = resolved(replace(config, num_replicas=1, shards_per_replica=2, **changes))
-    (sentence,) = {*run_replicas(stop_shards_in_a_store, 2, run, joined=False)}
+    ((sentence, rates),) = {*run_replicas(stop_shards_in_a_store, 2, run, joined=False)}
     step, _ = finished_steps(run.checkpoints, 0)
     assert sentence == f"stopped by SIGTERM: step {step} is saved" and step >= 9
     assert [leave.finished for leave in bodies(store, Leave)] == [False, True]
-    assert [line["step"] for line in lines(run.directory, 0)][: step + 1] == [*range(1, step + 2)]
+    metrics = lines(run.directory, 0)
+    assert [line["step"] for line in metrics] == [*range(1, len(rates) + 1)]
+    assert [line["learning_rate"] for line in metrics] == [*rates]
+    for line in metrics:  # at the resume a fragment that was counted meanwhile loses the steps since it was sent
+        assert 0 <= line["step"] - line["tokens"] / (8 * 32) < 2, "tokens count once"
+    replay, total = replayed(store, initial=initial_parameters), summary(run.directory)
+    assert {member.tokens / member.steps for member in replay.state.members} == {8 * 32}
+    model, _ = run_parameters(run.directory, "outer")
+    hashes = {parameters_hash(each) for each in (replay.parameters(), dict(model.named_parameters()))}
+    assert hashes == {total["outer_hash"]} and total["shards_per_replica"] == 2 and total["eval_loss"] < 6

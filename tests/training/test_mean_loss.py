@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.engine.cases import exchange
 from tests.processes import run_replicas
-from tests.training.cases import begin, resolved, tokens_of, world_on_cpu
+from tests.training.cases import begin, narrow, tokens_of, world_on_cpu
 
 from diloco.training.config.config import DilocoConfig, TrainConfig
 from diloco.training.loop import end_step
@@ -40,8 +40,8 @@ def test_replicas_average_their_losses_since_the_last_sync():
 
 def fresh() -> tuple[TrainConfig, World, TrainState]:
     """Replicas that merge 1 and 4 steps after a send: after steps 5, 6, 8, 10, 11, 13 and 15."""
-    diloco = DilocoConfig(sync_every=5, layers_per_fragment=2, overlap_steps=(1, 4))
-    config = resolved(diloco=diloco, num_tokens=LAST * 8 * 64, precision="fp32")
+    diloco = DilocoConfig(sync_every=5, layers_per_fragment=1, overlap_steps=(1, 4))
+    config = narrow(diloco=diloco, num_tokens=LAST * 8 * 64)
     world = world_on_cpu(config)
     return config, world, initial_state(config, world)
 

@@ -80,13 +80,13 @@ def test_a_run_cannot_end_before_the_step_it_has_reached(num_steps, step):
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_extended(folder, streaming):
+def test_a_finished_run_is_extended(folder, short):
     """The run goes on where it ended: steps, data and Θ; and a plain resume repeats the new phase bit for bit."""
-    extended = shutil.copytree(streaming, folder / "runs" / "extended")
+    extended = shutil.copytree(short, folder / "runs" / "extended")
     before = summary(extended)
     num_steps = before["num_steps"]
-    num_tokens, end = before["num_tokens"] * 5 // 4, num_steps * 5 // 4
-    flags = ["--num-tokens", str(num_tokens), "--optimizer.learning-rate", "0.002"]
+    num_tokens, end = before["num_tokens"] * 4 // 3, num_steps * 4 // 3
+    flags = ["--num-tokens", str(num_tokens), "--optimizer.learning-rate", "0.003"]
     process = run(folder, "--resume", str(extended), *flags)
     assert process.returncode == 0, process.stdout + process.stderr
     assert f"num_tokens is {num_tokens} from here on, and was {before['num_tokens']}" in process.stdout
@@ -97,7 +97,7 @@ def test_a_finished_run_is_extended(folder, streaming):
     assert after["num_steps"] == end and after["num_tokens"] == num_tokens
     assert after["eval_loss"] < before["eval_loss"] and after["outer_hash"] != before["outer_hash"]
     rates = [line["learning_rate"] for line in lines(extended, 0)]
-    assert len(rates) == end and rates[num_steps - 1] < rates[num_steps] < max(rates[num_steps:]) == 0.002
+    assert len(rates) == end and rates[num_steps - 1] < rates[num_steps] <= max(rates[num_steps:]) == 0.003
     shutil.rmtree(extended / "checkpoints" / "replica-0" / f"step-{end:08d}")
     (extended / "checkpoints" / "replica-0" / f"step-{end:08d}.sha256").unlink()
     (extended / "summary.json").unlink()

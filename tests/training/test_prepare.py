@@ -68,17 +68,7 @@ MISTAKES = {
     "nobody to connect to": ({"num_replicas": 1, "num_connections": 2}, "num_connections=2 means nothing to one"),
     **{
         repr(name): ({"name": name}, r"name=.* must be 1 to 64 letters, digits, dots, dashes and underscores")
-        for name in (
-            "../../elsewhere",
-            "/elsewhere",
-            "a/b",
-            "a\nb",
-            "\x1b[2J",
-            "<script>",
-            ".hidden",
-            "x" * 65,
-            "é",
-        )
+        for name in ("../../elsewhere", "a\n", ".hidden", "x" * 65, "é")
     },
     "a run twice": ({"name": "streaming"}, "already holds a run: choose another name, or resume it"),
     "long sequences": ({"sequence_length": 1 << 20, "num_tokens": 1 << 27}, " takes 1048577: add text"),

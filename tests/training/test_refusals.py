@@ -135,10 +135,7 @@ RESOLVED: list[tuple[TrainConfig, str]] = [
 ]
 JSON: list[tuple[dict[str, Any], str]] = [
     ({"num_replicas": "two"}, "num_replicas: expected int, got str"),
-    ({"num_replicas": 0}, "num_replicas must be at least 1, not 0"),
-    ({"num_replicas": HUGE}, "num_replicas must be at most 65536"),
     ({"diloco": {"fragments": "foo"}}, "diloco.fragments: invalid enum value 'foo'"),
-    ({"method": "foo"}, "method: invalid enum value 'foo'"),
     ({"model": 3}, "it has no object as model"),
     ({"model": {"num_layers": 1}}, "model: object missing required field width"),
     ({"model": {"family": "nowhere.Config"}}, "model.family='nowhere.Config' is not known here"),
@@ -158,11 +155,9 @@ FILES = [
     ("run.toml", 'recipe = "laptop"', "changes the recipe laptop, not tiny"),
     ("run.toml", "diloco = 3", "diloco is a section"),
     ("run.toml", "[seed]\nx = 1", "seed is no section"),
-    ("run.toml", "seed = 'one'", "run.toml can't be read: seed: expected int"),
     ("run.toml", "num_tokens = '1MB'", "num_tokens=1MB is no number of tokens"),
     ("run.toml", "num_tokens = 9\nepochs = 3", "leave one of them out"),
     ("run.toml", "epochs = 'x'", "epochs='x' is no number"),
-    ("run.toml", "epochs = true", "epochs=True is no number"),
     ("run.toml", 'recipe = ["tiny"]', "there is no recipe \"['tiny']\""),
     ("run.toml", "seed = 3\n" * (1 << 17), "run.toml can't be read: it has more than 1,048,576 bytes"),
     ("run.toml", "[diloco]\nouter_momentum = 3.0", "diloco.outer_momentum must be at least 0 and below 1"),

@@ -5,6 +5,7 @@ import json
 import pytest
 from rich.console import Console
 from tests.cli.test_generate import BOS
+from tests.processes import SAMPLE_TOKENS
 
 from diloco.models.writer import Writer, generate
 from diloco.report.terminal.training import print_outcome
@@ -21,7 +22,7 @@ def test_the_file_has_three_samples_of_the_outer_parameters(finished_run):
     for number in range(3):
         writer = Writer(model, context=64, vocab_size=257, temperature=0.8, seed=config.seed + number)
         writer.read([BOS])
-        written = bytes(generate(writer, 160, stop=BOS)).decode(errors="replace")
+        written = bytes(generate(writer, SAMPLE_TOKENS, stop=BOS)).decode(errors="replace")
         expected.append({"prompt": "", "text": written})
     assert samples == expected and len({sample["text"] for sample in samples}) == 3
 

@@ -102,6 +102,19 @@ def resume(S: int, wire: str, combine: str, folder: Path, *others: Any) -> tuple
     return saved, losses, state.sync.outer_hash()
 
 
+def copy(S: int, wire: str, combine: str, folder: Path, *others: Any) -> tuple:
+    """Resume; what was loaded is saved again, in a folder in this one."""
+    config = config_of(S, wire, combine, *others)
+    world, state, checkpoints = begin(config, folder)
+    state.load(checkpoints, SAVED)
+    with Checkpoints(folder / "copy", world.replica, world.host_group, keep=1) as copies:
+        state.save(copies)
+    saved = contents(state)
+    losses = advance(state, config, world, LAST)
+    state.sync.finish()
+    return saved, losses, state.sync.outer_hash()
+
+
 def run_all(calls: list[tuple]) -> list[tuple]:
     """Functions and their arguments, one after another in the same processes, which have started once for all."""
     results = []
@@ -136,11 +149,11 @@ def assert_in_flight(saved: list[tuple]) -> None:
 def test_a_state_is_taken_up_on_shards_and_by_processes_that_share_a_batch(tmp_path):
     """The latter by DistributedDataParallel inside the replicas, whose first processes exchange for all."""
     whole = 1, "fp32", "gather", tmp_path
-    saved, again = results_of(M, (save, *whole), (resume, *whole))
+    (saved,) = results_of(M, (save, *whole))
     shards, sharing = results_of(2 * M, (resume, 2, *whole[1:]), (resume, *whole, 2))
     assert_in_flight(saved)
-    for resumed in (again, shards, sharing):
-        check_resumed(resumed, saved, is_same=resumed is again, tolerance=1e-5)
+    for resumed in (shards, sharing):
+        check_resumed(resumed, saved, is_same=False, tolerance=1e-5)
 
 
 @pytest.mark.slow
@@ -153,25 +166,22 @@ def test_the_state_of_shards_is_taken_up_on_any_number_of_shards(tmp_path):
     check_resumed(whole, saved, is_same=False, tolerance=0.02)
 
 
-MESHES = {"one": (1, 1, 1), "tensor": (2, 1, 2), "both": (4, 1, 2), "hsdp": (2, 2, 1)}
+MESHES = {"one": (1, 1, 1), "both": (4, 1, 2), "hsdp": (2, 2, 1)}
 """S, D and tensor_parallel."""
 
 
-def on(mesh: str, function: Callable, optimizer: str, folder: Path) -> tuple:
-    """A call for a replica alone on a mesh."""
+def on(mesh: str, function: Callable, folder: Path) -> tuple:
+    """A call for a replica alone on a mesh, with an optimizer that needs whole matrices."""
     S, D, tensor_parallel = MESHES[mesh]
-    return function, S, "fp32", "gather", folder, D, tensor_parallel, optimizer, 1
+    return function, S, "fp32", "gather", folder, D, tensor_parallel, "muon", 1
 
 
 @pytest.mark.slow
 def test_a_state_is_taken_up_on_another_mesh(tmp_path):
-    muon, schedule_free = ("muon", tmp_path / "muon"), ("schedule_free", tmp_path / "schedule_free")
-    saved, resumed = results_of(4, on("hsdp", save, *muon), on("both", resume, *muon))
-    check_resumed(resumed, saved, is_same=False, tolerance=1e-4)
-    saved, again = results_of(2, on("tensor", save, *schedule_free), on("tensor", resume, *schedule_free))
-    check_resumed(again, saved, is_same=True, tolerance=0)
-    (resumed,) = results_of(1, on("one", resume, *schedule_free))
-    check_resumed(resumed, saved, is_same=False, tolerance=1e-4)
+    saved, copied = results_of(4, on("hsdp", save, tmp_path), on("both", copy, tmp_path))
+    check_resumed(copied, saved, is_same=False, tolerance=1e-4)
+    (resumed,) = results_of(1, on("one", resume, tmp_path / "copy"))
+    check_resumed(resumed, saved[:1], is_same=False, tolerance=1e-4)
 
 
 def train_alone(S: int, also_compiled: bool, tensor_parallel: int = 1) -> tuple[list[float], str]:

@@ -143,7 +143,10 @@ class ElasticMembership(Membership):
     @property
     def uncounted_tokens(self) -> float:
         """Tokens that this replica has read and the run has not counted yet, on average over the fragments."""
-        return self.replica.tokens - sum(tokens for tokens, _ in self.counted) / len(self.counted)
+        now = self.replica.tokens
+        # Of a fragment whose θ a resume is about to replace by Θ, nothing is left to count.
+        counted = [now if self._translation.get(p, ()) is None else n for p, (n, _) in enumerate(self.counted)]
+        return now - sum(counted) / len(counted)
 
     def initial_fragments(self) -> Sequence[int]:
         """The fragments of which no outer step was taken."""
