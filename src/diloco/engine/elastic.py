@@ -143,10 +143,10 @@ class ElasticMembership(Membership):
     @property
     def uncounted_tokens(self) -> float:
         """Tokens that this replica has read and the run has not counted yet, on average over the fragments."""
-        now = self.replica.tokens
-        # Of a fragment whose θ a resume is about to replace by Θ, nothing is left to count.
-        counted = [now if self._translation.get(p, ()) is None else n for p, (n, _) in enumerate(self.counted)]
-        return now - sum(counted) / len(counted)
+        # A resume is about to replace θ of some fragments by Θ: nothing of theirs is left to count.
+        replaced = [p for p, then_N in self._translation.items() if then_N is None]
+        read = [self.replica.tokens - n for p, (n, _) in enumerate(self.counted) if p not in replaced]
+        return sum(read) / len(self.counted)
 
     def initial_fragments(self) -> Sequence[int]:
         """The fragments of which no outer step was taken."""
