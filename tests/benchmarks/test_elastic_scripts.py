@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_elastic_loss(tmp_path: Path, text: list[str]):
-    sizes = ["--seeds", 0, "--steps", 16, "--sync-every", 4, "--width", 32, "--layers", 2, "--batch", 1]
+    sizes = ["--seeds", 0, "--steps", 8, "--sync-every", 2, "--width", 32, "--layers", 2, "--batch", 1]
     flags = [*text, "--output", tmp_path, *sizes, "--eval-tokens", 1024, "--settings"]
     settings = ["fixed", "one_lags_1", "all_lag_3", "one_away", "cold_joins", "speeds"]
     assert "+0.00 %" in run("elastic_loss.py", *flags, *settings)

@@ -10,7 +10,7 @@ from .scripts import end_of, run
 pytestmark = pytest.mark.slow
 PIECES = {
     "bits": 33,
-    "waits": 6,
+    "waits": 5,
     "wire": 17,
     "loss": 5,
     "sync": 5,

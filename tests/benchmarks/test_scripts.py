@@ -200,11 +200,11 @@ SMOKES = [
         "--repeats 1 --flags --data.train {train} --data.held-out {held_out} --num-tokens 10240",
         r"diloco train tiny +[0-9.]+, [0-9.]+\nits first step +[0-9.]+\n",
     ),
-    Smoke("elastic_join.py", f"length {JOIN} --entries 20,40 --copies 1", r"\| 20 \|.*\n.*\| 40 \|", again=True),
-    Smoke("elastic_join.py", f"size {JOIN} --parameters 1e4,1e5 --repeats 1", r" 10,000 .*\n.* 100,000 "),
+    Smoke("elastic_join.py", f"length {JOIN} --entries 9,18 --copies 1", r"\| 9 \|.*\n.*\| 18 \|", again=True),
+    Smoke("elastic_join.py", f"size {JOIN} --parameters 1e4 --repeats 1", r"\| 10,000 \| "),
     Smoke(
         "elastic_join.py",
-        "loss --output {out} --num-tokens 64000 -- tiny --data.train {train} --data.held-out {held_out} "
+        "loss --output {out} --num-tokens 40960 -- tiny --data.train {train} --data.held-out {held_out} "
         "--replica-batch 4 --evaluation.every-steps 20 --evaluation.num-tokens 512",
         r"\n\| 1 to 5 \| ",
     ),
@@ -220,11 +220,10 @@ SMOKES = [
     ),
     Smoke(
         "links.py",
-        "{text} --output {out} --recipe tiny --sync-every 6 --global-batch 2 --repeats 1 --seconds 0.2 "
-        "--bandwidths 200 --methods "
-        "payload,data_parallel_bf16,diloco,streaming_overlapped_fp4:3" + TORCHFT * ",torchft_diloco",
+        "{text} --output {out} --recipe tiny --sync-every 6 --global-batch 2 --repeats 1 --seconds 0.05 "
+        "--bandwidths 200 --methods payload,data_parallel_bf16,diloco" + TORCHFT * ",torchft_diloco",
         r"32 MB each way fill(.|\n)*\| 200 \| DiLoCo, FP32 \|",
-        (("links.csv", 7 + 4 * TORCHFT),),
+        (("links.csv", 6 + 4 * TORCHFT),),
         again=True,
         needs="namespaces",
         check=check_hashes,

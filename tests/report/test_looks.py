@@ -73,13 +73,11 @@ def report(sources, tmp_path_factory) -> Path:
 
 @needs_chromium
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_text_is_cut_on_any_screen(sources, report, tmp_path, scheme):
+def test_no_text_is_cut_on_any_screen(sources, report, tmp_path):
     servers = [LiveServer(Sources([str(one) for one in some]), title="live") for some in (sources, sources[2:])]
     for server in servers:
         threading.Thread(target=server.serve, daemon=True).start()
     with opened_page(tmp_path / "profile") as browser:
-        browser.color_scheme(scheme)
         for url in (report.as_uri(), *(server.url for server in servers)):
             for size in (PHONE, DESK):
                 browser.open(url, size=size)
