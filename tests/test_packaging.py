@@ -22,8 +22,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
 ARM, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
-OPTIMIZATION = os.environ.get("WHEEL_OPTIMIZATION", "-O0")
-"""The level of compilers here: -O0 takes a tenth of the time of -O3, which `make release` tests."""
+OPTIMIZATION = os.environ.get("WHEEL_OPTIMIZATION", "-Og")
+"""The level of compilers here: -Og takes a tenth of the time of -O3, which `make release` tests."""
 
 
 def hurried(command: str, folder: Path) -> str:

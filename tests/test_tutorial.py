@@ -28,7 +28,8 @@ NOT_HERE = re.compile(r"\b(HOST|DIR|BUCKET)\b|^(make|export) |^diloco demo")
 """Commands that need a second machine, text from the network, or an installation, or have tests of their own."""
 SHORTER = {
     "diloco train laptop --name laptop": (
-        " --num-tokens 7680 --global-batch 2 --sequence-length 128 --evaluation.num-tokens 5000"
+        " --num-tokens 5120 --global-batch 2 --sequence-length 128 --diloco.sync-every 10"
+        " --evaluation.num-tokens 5000"
     ),
     "diloco train tiny --method data_parallel --name baseline": " --num-tokens 5120",
 }
@@ -144,7 +145,9 @@ def test_the_first_hour_by_the_commands_of_the_docs(tmp_path, monkeypatch):
 @pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 def test_the_commands_of_the_page_do_what_it_says(tmp_path):
     page = PAGE.read_text()
-    shorter = {c: c.partition(" --num-tokens")[0] + FEWER_TOKENS[c] if c in FEWER_TOKENS else c for c in commands(page)}
+    shorter = {
+        c: c.partition(" --num-tokens")[0] + FEWER_TOKENS[c] if c in FEWER_TOKENS else c for c in commands(page)
+    }
     calls = {command: call(run) for command, run in shorter.items()}
     done = run_mains([*calls.values()], folder=tmp_path, timeout_seconds=300, imports=IMPORTS)
     printed = dict(zip(calls, [one.stdout for one in done], strict=True))

@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from tests.browser import DESK, PHONE, needs_chromium, opened_page
 from tests.experiments.papers.made_up import made_up
 
 from diloco.cli._command import train_command
@@ -54,13 +53,17 @@ def charts_of(section: dict) -> dict[str, dict]:
 def file(finished_run, tmp_path_factory) -> Path:
     """A report of a run and of experiments."""
     folder = tmp_path_factory.mktemp("report")
-    tables = []
-    for name in EXPERIMENTS:
-        one = experiment(name, TIERS["small"]())
-        tables.append(folder / f"{name}.csv")
-        write_rows([{"tier": "small", **row} for row in made_up(one)], tables[-1])
-    reported(folder, finished_run, *tables)
+    reported(folder, finished_run, *write_tables(folder))
     return folder / "report.html"
+
+
+def write_tables(folder: Path) -> list[Path]:
+    """The tables of the experiments."""
+    tables = [folder / f"{name}.csv" for name in EXPERIMENTS]
+    for table in tables:
+        rows = made_up(experiment(table.stem, TIERS["small"]()))
+        write_rows([{"tier": "small", **row} for row in rows], table)
+    return tables
 
 
 @pytest.fixture(scope="module")
@@ -229,25 +232,6 @@ def test_an_experiment_has_its_verdict_its_panels_and_its_rows(file):
                 [list(point[1:]) for point in points] for points in panel.curves.values()
             ]
             assert (chart["about"] == "The paper's numbers.") == panel.published
-
-
-@needs_chromium
-def test_a_browser_draws_the_file_on_every_screen(file, tmp_path):
-    with opened_page(tmp_path / "profile") as opened:
-        for width, height in (PHONE, DESK):
-            opened.open(file.as_uri(), size=(width, height))
-            opened.wait_until(
-                "document.readyState == 'complete' && document.querySelectorAll('figure').length > 9"
-            )
-            num_charts = sum(len(section["charts"]) for section in content(file)["sections"])
-            assert opened.value("document.querySelectorAll('figure').length") == num_charts
-            for wrong in (
-                "[...document.querySelectorAll('figure > svg')].filter(s => s.clientWidth < 300)",
-                "[...document.querySelectorAll('path')].filter(p => /NaN|Infinity/.test(p.getAttribute('d')))",
-            ):
-                assert opened.value(f"{wrong}.length") == 0
-            assert opened.value("document.documentElement.scrollWidth") <= opened.value("innerWidth") == width
-        assert opened.console == []
 
 
 def test_nothing_that_a_stranger_wrote_is_markup(finished_run, tmp_path):
