@@ -40,10 +40,8 @@ def test_every_rule_and_optimizer_trains_and_has_its_place_in_table_and_figure(
     from diloco.report.figures.drawing import draw_experiment
 
     tier = small()
-    evaluation = EvaluationConfig(num_tokens=1024)
-    base = tiny_config(
-        small_corpus, tmp_path, num_tokens=12 * recipe("tiny").tokens_per_step, evaluation=evaluation
-    )
+    sizes = {"global_batch": 4, "num_tokens": 12 * 4 * recipe("tiny").sequence_length}
+    base = tiny_config(small_corpus, tmp_path, **sizes, evaluation=EvaluationConfig(num_tokens=1024))
     grid = RulesGrid(
         base=base,
         replicas=(2,),
