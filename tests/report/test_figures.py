@@ -30,13 +30,17 @@ from diloco.report.figures.simulator import (
     FIGURES as SIMULATED,
 )
 from diloco.report.figures.simulator import (
+    fragment_bandwidth,
     fragment_patterns,
+    fragments,
     schedules,
+    step_seconds,
     wall_clock,
 )
 from diloco.scaling.judgement import EXTRAPOLATED, EXTRAPOLATED_PARAMS
 from diloco.scaling.laws import Laws
 from diloco.scaling.table import PUBLISHED_PARAMS, Point, published_table
+from diloco.simulator.description import GBIT_S
 
 pytest.importorskip("matplotlib")
 
@@ -140,6 +144,29 @@ def test_every_figure_shows_something_in_each_panel(name):
 
 def curves(axes) -> dict[str, list[float]]:
     return {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+
+
+def test_longer_steps_need_less_bandwidth():
+    panels = step_seconds().axes
+    assert [axes.get_title() for axes in panels] == ["100B, 1 s a step", "100B, 5 s a step", "100B, 10 s a step"]
+    for method in curves(panels[0]):
+        for shorter, longer in zip(*(curves(panels[i])[method] for i in (0, 2)), strict=True):
+            assert longer >= shorter - 1e-9
+    streaming = curves(panels[1])["streaming_overlapped_fp4"]
+    assert streaming[next(i for i, gbit_s in enumerate(GBIT_S) if gbit_s > 4)] > 0.99
+
+
+def test_strided_fragments_overlap_better_than_sequential_ones():
+    for axes in fragments().axes:
+        strided, sequential = curves(axes).values()
+        assert list(curves(axes)) == ["strided", "sequential"] and sum(strided) > sum(sequential)
+
+
+def test_smaller_fragments_need_less_bandwidth_down_to_the_average_traffic():
+    for axes in fragment_bandwidth().axes:
+        payload, strided, _ = curves(axes).values()
+        assert payload[-1] == strided[-1] == 1 and payload[0] < 0.05
+        assert strided == sorted(strided) and payload[0] < strided[0] < 0.2
 
 
 def test_a_pattern_shows_each_layer_once_a_round():
