@@ -104,7 +104,7 @@ def check_hashes(output: str, rows: Rows) -> None:
 SMOKES = [
     Smoke(
         "fleets.py",
-        "--output {out} --replicas 2 16 --outer-steps 10 --seeds 0",
+        "--output {out} --replicas 2 16 --outer-steps 5 --seeds 0",
         output=r"16 store shares",
         tables=(("fleets.csv", 61),),
         check=lambda output, rows: check_fleets(rows),
