@@ -359,6 +359,7 @@ def test_a_run_that_goes_on_is_reported_so_far(finished_run, tmp_path, capsys):
     (run / "metrics-1.jsonl").unlink()
     (section,) = reported(tmp_path, run)["sections"]
     assert (section["facts"]["step"], section["part"]) == ("30 of 120", 0.25)
+    assert section["headline"].startswith("57.8k parameters")
     assert section["notes"] == ["No metrics of replica 1 are on this machine."]
     (run / "metrics-0.jsonl").write_text("".join(lines[:2]))  # nothing has been sent yet
     (section,) = reported(tmp_path, run)["sections"]
