@@ -59,23 +59,27 @@ def test_a_launch_is_looked_at_made_larger_and_smaller_and_ended(tmp_path, capsy
         """
     directory = tmp_path / "launch"
     fleet = started(tmp_path, program=program)
-    start(fleet, "local", directory)
+
+    def printed(*words: str) -> list[str]:
+        main(["launch", *words])
+        return capsys.readouterr().out.splitlines()
 
     def here(*names: str) -> bool:
         return all((tmp_path / f"{name}.here").exists() for name in names)
 
+    *_, hint = printed(str(tmp_path / "fleet.toml"), "--on", "local", "--output", str(directory))
+    assert hint == f"next: diloco launch status {directory}"
     wait(lambda: here("a-0", "a-2") and states(directory)["a-1"] == "failed")
     assert states(directory) == {"a-0": "running", "a-1": "failed", "a-2": "running"}
     with pytest.raises(UserError, match="a-0 has not ended: stop the launch"):
         start(fleet, "local", directory)
     assert resize(directory, {"a": 4}) == (("a-3",), ())
     wait(lambda: here("a-3"))
-    assert resize(directory, {"a": 1}) == ((), ("a-1", "a-2", "a-3"))
+    assert printed("resize", str(directory), "a=1") == ["a-1  stops", "a-2  stops", "a-3  stops"]
     assert {path.stem for path in tmp_path.glob("*.left")} == {"a-2", "a-3"}
-    main(["launch", "status", str(directory)])
-    assert capsys.readouterr().out == "a-0  running\n"
+    assert printed("status", str(directory)) == ["a-0  running"]
     (tmp_path / "a-2.here").unlink()
-    assert resize(directory, {"a": 3}) == (("a-1", "a-2"), ())
+    assert printed("resize", str(directory), "a=3") == ["a-1  starts", "a-2  starts"]
     wait(lambda: here("a-2"))
     assert {*stop(directory)} >= {"a-0", "a-2"}
     assert states(directory)["a-0"] == states(directory)["a-2"] == "stopped"
