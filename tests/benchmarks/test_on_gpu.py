@@ -15,7 +15,7 @@ PIECES = {
     "loss": 5,
     "sync": 5,
     "exchange": 2,
-    "throughput": 6,
+    "throughput": 4,
     "jobs": 4,
     "suite": 1,
 }

@@ -66,7 +66,7 @@ def check_losses(output: str, rows: Rows) -> None:
 
 def check_parity(output: str, rows: Rows) -> None:
     check_losses(output, rows)
-    assert {row["num_tokens"] for row in rows} == {str(20 * 4 * 64)}
+    assert {row["num_tokens"] for row in rows} == {str(17 * 4 * 64)}
     sent = {row["variant"]: int(row["bytes_sent_per_replica"]) for row in rows}
     assert sent["num_replicas_4"] == 3 * sent["streaming"], "to each of three others"
 
@@ -122,21 +122,21 @@ SMOKES = [
     ),
     Smoke(
         "streaming_vs_data_parallel.py",
-        f"{{text}} --output {{out}} {TINY} --steps 20",
+        f"{{text}} --output {{out}} {TINY} --steps 17",
         r"data_parallel .*\nstreaming_overlapped_fp4 .*\nstreaming_overlapped .*\naveraging ",
         (("results.csv", 4),),
         check=check_losses,
     ),
     Smoke(
         "parity.py",
-        f"{{text}} --output {{out}} {TINY} --steps 20 --variants num_replicas_4",
+        f"{{text}} --output {{out}} {TINY} --steps 17 --variants num_replicas_4",
         r"data_parallel .*\nstreaming .*\nnum_replicas_4 ",
         (("results.csv", 3),),
         check=check_parity,
     ),
     Smoke(
         "wire_formats.py",
-        f"{{text}} --output {{out}} {TINY} --width 32 --steps 20 --variants fp32 e3m0",
+        f"{{text}} --output {{out}} {TINY} --width 32 --steps 17 --variants fp32 e3m0",
         r"fp32(.|\n)*e3m0",
         (("results.csv", 2),),
         check=check_sizes,
