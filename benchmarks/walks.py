@@ -168,7 +168,10 @@ def walk_of_training() -> tuple[list[str], list[str]]:
         paths = [str(folder / "startup"), str(Path(PACKAGE).parent), os.environ.get("PYTHONPATH", "")]
         variables = {LOG: str(folder / "log"), FIRST_STEP: str(folder / "first step")}
         environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        command = [sys.executable, "-m", "diloco", "train", "tiny", "--name", "walk"]
+        text = folder / "text.txt"  # the default text is larger, and is read by the same files
+        text.write_text(Path(__file__).read_text())
+        data = ["--data.train", str(text), "--data.held-out-fraction", "0.1"]
+        command = [sys.executable, "-m", "diloco", "train", "tiny", "--name", "walk", *data]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
         deadline = time.monotonic() + 300
@@ -206,18 +209,18 @@ def import_of_the_engine(repeats: int) -> tuple[float, int, list[str]]:
     return min(seconds for seconds, _ in results), num_ours, [name for name in ABSENT if name in modules]
 
 
-def declarations(tree: ast.AST, name: str) -> int:
+def declarations(nodes: Sequence[ast.AST], name: str) -> int:
     """The fields of classes, and the parameters with a default, that have a name."""
     fields = [
         statement
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ClassDef)
         for statement in node.body
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
         if statement.target.id == name
     ]
     parameters = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.arguments):
             positional = [*node.posonlyargs, *node.args]
             parameters += positional[len(positional) - len(node.defaults) :]
@@ -229,13 +232,13 @@ def tree_rows(name: str) -> list[tuple[str, str]]:
     """Sizes of files, folders and functions, and how far a name is spread."""
     paths = sorted(Path(PACKAGE).rglob("*.py"))
     texts = [path.read_text() for path in paths]
-    trees = [ast.parse(text) for text in texts]
+    trees = [[*ast.walk(ast.parse(text))] for text in texts]
     lines = [len(text.splitlines()) for text in texts]
     folders = Counter(str(path.parent.relative_to(PACKAGE)) for path in paths if path.name != "__init__.py")
     functions = sorted(
         node.end_lineno - node.lineno + 1
         for tree in trees
-        for node in ast.walk(tree)
+        for node in tree
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None
     )
     holding = sum(name in text for text in texts)

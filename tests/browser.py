@@ -48,10 +48,6 @@ class Page:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile
         )
 
-    def color_scheme(self, name: str) -> None:
-        """Prefer light or dark pages."""
-        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
-
     def value(self, expression: str) -> Any:
         """The value of a JavaScript expression."""
         result = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)

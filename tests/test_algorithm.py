@@ -56,7 +56,6 @@ class Setting:
 SETTINGS = [
     Setting(),
     Setting(τ=(0, 0, 0), α=0.0),
-    Setting(τ=(4, 4, 4)),
     Setting(τ=(0, 3, 4), optimizer="sgd"),
     Setting(τ=(4, 0, 2), α=0.0, early=True),
     Setting(H=7, τ=(6, 5, 6), α=0.3, early=True, T=24),
@@ -65,7 +64,6 @@ SETTINGS = [
     Setting(fragments=((0,), (1,), (2,), (3,), (4,)), H=3, τ=(2, 1, 2), early=True, T=13),
     Setting(H=1, τ=(0, 0, 0), η=1.0, μ=0.0, α=0.0, wire="fp32", T=6),  # averaging
     Setting(fragments=((0, 1, 2, 3, 4),), τ=(0, 0, 0), η=0.7, α=0.0, wire="fp32"),  # DiLoCo
-    Setting(wire="fp32", τ=(2, 3, 1), optimizer="sgd"),
 ]
 
 

@@ -65,17 +65,6 @@ def test_by_default_three_blocks_form_a_fragment():
     assert sequential(Decoder(7))[0].blocks == ("blocks.0", "blocks.1", "blocks.2")
 
 
-def test_whole_is_one_fragment():
-    model = Decoder(2)
-    assert whole(model) == (Fragment(tuple(name for name, _ in model.named_parameters())),)
-
-
-@pytest.mark.parametrize("cut", [strided, sequential, whole])
-def test_a_tied_head_counts_once_under_its_first_name(cut):
-    assert cut(Decoder(3, tied=True))[-1].parameters.count("embedding.weight") == 1
-    assert "head.weight" not in cut(Decoder(3, tied=True))[-1].parameters
-
-
 def test_a_model_of_nothing_but_blocks_has_no_fragment_outside_them():
     model = nn.Sequential()
     model.layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(4))
@@ -252,11 +241,6 @@ def test_lists_inside_blocks_are_part_of_their_block():
     assert strided(model, layers_per_fragment=1)[1] == Fragment(
         ("layers.1.experts.0.weight", "layers.1.experts.0.bias"), ("layers.1",)
     )
-
-
-def test_a_block_is_not_taken_for_another_whose_number_it_begins_with():
-    fragments = sequential(Decoder(11), layers_per_fragment=1)
-    assert fragments[1].parameters == ("blocks.1.weight", "blocks.1.bias")
 
 
 @pytest.mark.parametrize("cut", [strided, sequential])

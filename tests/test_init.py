@@ -28,6 +28,7 @@ COME_WITH = {
 NOT_FOR_USERS = ("dev", "docs", "peers", "release")
 WITH_TORCH = {"triton"}
 """Libraries that come with a PyTorch for GPUs, and are asked for nowhere else."""
+NO_LIBRARIES = {"diloco", *sys.stdlib_module_names}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
@@ -60,7 +61,7 @@ def libraries(node: ast.AST, extra: str = "") -> Iterator[tuple[str, str]]:
         case ast.ImportFrom(module=module):
             imported = [module or ""]
     roots = {name.partition(".")[0] for name in imported}
-    yield from ((root, extra) for root in roots - {"diloco", *sys.stdlib_module_names})
+    yield from ((root, extra) for root in roots - NO_LIBRARIES)
     for child in ast.iter_child_nodes(node):
         yield from libraries(child, extra)
 

@@ -41,7 +41,7 @@ def _train(place: Place) -> Row:
 
 def _resumed(place: Place) -> Row:
     """The same run, killed after a checkpoint; it ends with the tokens that were asked for."""
-    num_tokens, run = 30720, place.folder / "killed"
+    num_tokens, run = place.size(30720, 20480), place.folder / "killed"
     process = _diloco(place, "train", *_recipe(place, run.name), "--num-tokens", str(num_tokens))
     end = min(time.monotonic() + _SECONDS, place.deadline)
     while process.poll() is None and not any(run.rglob("*.sha256")) and time.monotonic() < end:

@@ -26,6 +26,7 @@ def measurements(place: Place) -> Measurements:
         for scale in (SCALES if not place.dry else SCALES[:1])
         for compiled in (True, False)
         for name, kind in kinds.items()
+        if not (place.dry and compiled and name != "ours")
     }
 
 

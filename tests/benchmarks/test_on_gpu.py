@@ -10,12 +10,12 @@ from .scripts import end_of, run
 pytestmark = pytest.mark.slow
 PIECES = {
     "bits": 33,
-    "waits": 6,
+    "waits": 5,
     "wire": 17,
     "loss": 5,
     "sync": 5,
     "exchange": 2,
-    "throughput": 6,
+    "throughput": 4,
     "jobs": 4,
     "suite": 1,
 }

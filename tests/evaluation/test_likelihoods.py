@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from diloco.errors import UserError
 from diloco.evaluation.likelihoods import held_out_loss, likelihoods, sequence_losses
 from diloco.models.decoder import Decoder
 from diloco.models.decoder_config import DecoderConfig
@@ -117,6 +118,11 @@ class Bigrams(LanguageModel):
 
     def forward(self, tokens, cache=None):
         return self.table[tokens]
+
+
+def test_a_model_without_a_cache_is_refused():
+    with pytest.raises(UserError, match="Bigrams offers no cache"):
+        likelihoods(Bigrams(torch.zeros(8, 8)), [([1], [2])], max_length=8, device=CPU)
 
 
 def test_a_uniform_model_needs_log2_of_the_vocabulary():

@@ -27,13 +27,13 @@ ROUND_TRIP_SECONDS = 0.003
 """A request's, in SeaweedFS on this machine."""
 
 
-CASES = {"gather": (1, 0), "shares": (3, 0), "a joiner": (1, 1)}
+CASES = {"shares": (3, 0), "gather, and a joiner": (1, 1)}
 """Number of shares, and of replicas that join when three have begun."""
 
 
 def _counted(server: Server) -> dict[str, list[dict[str, Any]]]:
     """The requests that the replicas of each case count, measured anew where the machine was too busy."""
-    with ProcessPoolExecutor(10, mp_context=get_context("forkserver")) as processes:
+    with ProcessPoolExecutor(7, mp_context=get_context("forkserver")) as processes:
         for _ in range(3):
             runs = {case: _replicas(processes, server, *numbers) for case, numbers in CASES.items()}
             counted = {case: [answer.result() for answer in answers] for case, answers in runs.items()}

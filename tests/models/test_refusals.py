@@ -20,6 +20,7 @@ from diloco.models.hugging_face_config import (
     transformers_config,
 )
 from diloco.models.language_model import cross_entropy
+from diloco.models.spec import ModelConfig
 from diloco.models.writer import Writer
 
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers
@@ -61,6 +62,11 @@ REFUSALS: list[tuple[Act, str, str]] = [
     (decoder(num_layers=0), "model.num_layers=0 must be at least 1", "model.num_layers"),
     (decoder(vocab_size=-1), "model.vocab_size=-1 must be at least 0", "model.vocab_size"),
     (lambda _: ladder("7B"), r"'7B' is not a size.*35M.*10B", ""),
+    (
+        lambda _: ModelConfig.to_hugging_face(ladder("35M"), {}, context=8, bos_id=0),
+        "has no class that computes DecoderConfig's model: take to=safetensors",
+        "to",
+    ),
     (loss(torch.zeros(3, dtype=torch.int64)), rf"logits \(2, 4\) {NOT_ONE}", ""),
     (loss(torch.zeros(2, dtype=torch.int32)), rf"logits \(2, 4\) {NOT_ONE}", ""),
     (writer(temperature=-1.0), "temperature=-1.0 must", "temperature"),

@@ -306,12 +306,10 @@ def test_a_watched_page_has_no_chat(finished_run):
 
 @pytest.mark.slow
 @needs_chromium
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_shows_an_answer_as_it_is_written(server, finished_run, tmp_path, scheme):
+def test_a_browser_shows_an_answer_as_it_is_written(server, finished_run, tmp_path):
     (expected,) = likeliest(finished_run, "the cat ", num_tokens=30)
     talk = "document.getElementById('talk').textContent"
     with opened_page(tmp_path / "profile") as page:
-        page.color_scheme(scheme)
         for size in (PHONE, DESK):
             page.open(server.url, size=size)
             page.wait_until(

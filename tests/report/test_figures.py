@@ -66,7 +66,7 @@ def test_many_panels_stand_in_rows_of_four():
     assert len(places) > 4
 
 
-@pytest.mark.parametrize(("low", "high"), [(2e6, 1.6e7), (5e6, 9e6), (0.5, 90), (1e17, 1e21), (1e3, 2e4)])
+@pytest.mark.parametrize(("low", "high"), [(5e6, 9e6), (0.5, 90), (1e17, 1e21)])
 def test_ticks_of_a_logarithmic_axis_do_not_overlap(low, high):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 

@@ -4,11 +4,13 @@ import json
 import re
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.browser import DESK, PHONE, Page, needs_chromium, opened_page
 from tests.rendezvous.handwritten import Handwritten
+from tests.report.test_page import write_tables
 
 from diloco.cli.main import main
 from diloco.report import page
@@ -65,6 +67,13 @@ def sources(finished_run, tmp_path_factory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
+def browser(tmp_path_factory) -> Iterator[Page]:
+    with opened_page(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+        assert opened.console == []
+
+
+@pytest.fixture(scope="module")
 def report(sources, tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("report") / "report.html"
     main(["report", *map(str, sources), "--output", str(file)])
@@ -73,28 +82,24 @@ def report(sources, tmp_path_factory) -> Path:
 
 @needs_chromium
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_text_is_cut_on_any_screen(sources, report, tmp_path, scheme):
+def test_no_text_is_cut_on_any_screen(sources, report, browser):
     servers = [LiveServer(Sources([str(one) for one in some]), title="live") for some in (sources, sources[2:])]
     for server in servers:
         threading.Thread(target=server.serve, daemon=True).start()
-    with opened_page(tmp_path / "profile") as browser:
-        browser.color_scheme(scheme)
-        for url in (report.as_uri(), *(server.url for server in servers)):
-            for size in (PHONE, DESK):
-                browser.open(url, size=size)
-                browser.wait_until("document.querySelectorAll('figure').length > 2")
-                browser.value("document.querySelectorAll('details').forEach(one => { one.open = true; })")
-                browser.wait_until("[...document.querySelectorAll('details')].every(d => d.childElementCount > 1)")
-                assert browser.value(CUT) == [], (url, size)
-        assert browser.console == []
+    for url in (*(server.url for server in servers), report.as_uri()):
+        for size in (PHONE, DESK):
+            browser.open(url, size=size)
+            browser.wait_until("document.querySelectorAll('figure').length > 2")
+            browser.value("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+            browser.wait_until("[...document.querySelectorAll('details')].every(d => d.childElementCount > 1)")
+            assert browser.value(CUT) == [], (url, size)
     for server in servers:
         server.close()
 
 
 @needs_chromium
 @pytest.mark.slow
-def test_a_run_is_hidden_and_shown_again_and_the_axes_are_common(sources, report, tmp_path):
+def test_a_run_is_hidden_and_shown_again_and_the_axes_are_common(report, browser):
     compared = (
         "[...document.querySelectorAll('details')].find(d => d.querySelector('h2')?.textContent == '2 runs')"
     )
@@ -103,27 +108,25 @@ def test_a_run_is_hidden_and_shown_again_and_the_axes_are_common(sources, report
         "[...document.querySelectorAll('figure')].filter(f => f.textContent.startsWith('Training loss'))"
         ".map(f => [...f.querySelectorAll('text')].map(t => t.textContent).join())"
     )
-    with opened_page(tmp_path / "profile") as browser:
-        browser.open(report.as_uri(), size=DESK)
-        browser.wait_until("document.querySelectorAll('figure').length > 9")
-        everything = browser.value(curves)
-        of_store, *of_runs = browser.value(ticks)
-        assert len(of_runs) == 3 and len({*of_runs}) == 1
-        assert of_store.startswith("outer steps") and not of_store.endswith("k"), "its steps are not their tokens"
-        hide = f"{compared}.querySelector('button').click()"
-        browser.value(hide)
-        assert browser.value(curves) < everything
-        assert browser.value("document.querySelectorAll('button[aria-pressed=false]').length") > 1
-        browser.value(hide)
-        assert browser.value(curves) == everything
-        point = "new PointerEvent('pointermove', { clientX: box.right - 1, clientY: box.top + 99 })"
-        box = f"svg = {compared}.querySelector('figure > svg'), box = svg.getBoundingClientRect()"
-        browser.value(f"(() => {{ const {box}; svg.dispatchEvent({point}); }})()")
-        values = f"[...{compared}.querySelector('.legend').querySelectorAll('b')].map(b => b.textContent)"
-        ends = [one["points"][-1][1] for one in losses(report) if one["label"]]
-        assert [float(value) for value in browser.value(values)] == pytest.approx(ends, abs=5e-4)
-        assert browser.value(f"{compared}.querySelector('figure text').textContent").endswith(": 61.4k")
-        assert browser.console == []
+    browser.open(report.as_uri(), size=DESK)
+    browser.wait_until("document.querySelectorAll('figure').length > 9")
+    everything = browser.value(curves)
+    of_store, *of_runs = browser.value(ticks)
+    assert len(of_runs) == 3 and len({*of_runs}) == 1
+    assert of_store.startswith("outer steps") and not of_store.endswith("k"), "its steps are not their tokens"
+    hide = f"{compared}.querySelector('button').click()"
+    browser.value(hide)
+    assert browser.value(curves) < everything
+    assert browser.value("document.querySelectorAll('button[aria-pressed=false]').length") > 1
+    browser.value(hide)
+    assert browser.value(curves) == everything
+    point = "new PointerEvent('pointermove', { clientX: box.right - 1, clientY: box.top + 99 })"
+    box = f"svg = {compared}.querySelector('figure > svg'), box = svg.getBoundingClientRect()"
+    browser.value(f"(() => {{ const {box}; svg.dispatchEvent({point}); }})()")
+    values = f"[...{compared}.querySelector('.legend').querySelectorAll('b')].map(b => b.textContent)"
+    ends = [one["points"][-1][1] for one in losses(report) if one["label"]]
+    assert [float(value) for value in browser.value(values)] == pytest.approx(ends, abs=5e-4)
+    assert browser.value(f"{compared}.querySelector('figure text').textContent").endswith(": 61.4k")
 
 
 def losses(report: Path) -> list[dict]:
@@ -139,15 +142,32 @@ def sections(report: Path) -> list[dict]:
 
 @needs_chromium
 @pytest.mark.slow
-def test_a_phone_shows_state_and_time_to_go_without_scrolling(sources, tmp_path):
+def test_a_phone_shows_state_and_time_to_go_without_scrolling(sources, browser):
     server = LiveServer(Sources([str(sources[0])]), title="live")
     threading.Thread(target=server.serve, daemon=True).start()
-    with opened_page(tmp_path / "profile") as browser:
-        browser.open(server.url, size=PHONE)
-        browser.wait_until("document.querySelectorAll('figure').length > 2")
-        assert bottom(browser, ".state") < 300 and bottom(browser, ".lead") < 450
-        assert browser.value("document.querySelector('blockquote b').textContent") == "<b>The"
+    browser.open(server.url, size=PHONE)
+    browser.wait_until("document.querySelectorAll('figure').length > 2")
+    assert bottom(browser, ".state") < 300 and bottom(browser, ".lead") < 450
+    assert browser.value("document.querySelector('blockquote b').textContent") == "<b>The"
+    browser.open("about:blank", size=PHONE)
     server.close()
+
+
+@needs_chromium
+def test_every_chart_is_drawn_on_every_screen(browser, tmp_path):
+    file = tmp_path / "report.html"
+    main(["report", *map(str, write_tables(tmp_path)), "--output", str(file)])
+    num_charts = sum(len(section["charts"]) for section in sections(file))
+    for width, height in (PHONE, DESK):
+        browser.open(file.as_uri(), size=(width, height))
+        browser.wait_until("document.readyState == 'complete' && document.querySelectorAll('figure').length > 9")
+        assert browser.value("document.querySelectorAll('figure').length") == num_charts
+        for wrong in (
+            "[...document.querySelectorAll('figure > svg')].filter(s => s.clientWidth < 300)",
+            "[...document.querySelectorAll('path')].filter(p => /NaN|Infinity/.test(p.getAttribute('d')))",
+        ):
+            assert browser.value(f"{wrong}.length") == 0
+        assert browser.value("document.documentElement.scrollWidth") <= browser.value("innerWidth") == width
 
 
 def bottom(browser: Page, selector: str) -> float:

@@ -44,7 +44,7 @@ def models(draw, methods=METHODS[1:]) -> PhysicalModel:
     )
 
 
-def events(model: PhysicalModel, compute_SxM: np.ndarray, gbit_s: float, kind: type[Events] = Events) -> Events:
+def events(model: PhysicalModel, compute_SxM: np.ndarray, gbit_s: float) -> Events:
     num_replicas, block = len(model.replicas), model.size.block_params
     sizes = [len(layers) * block for layers in model.settings.layers(model.size.num_layers)]
     sizes = [*sizes, model.size.outside_params] if model.settings.streams else [1e9]
@@ -56,7 +56,7 @@ def events(model: PhysicalModel, compute_SxM: np.ndarray, gbit_s: float, kind: t
         return sizes[fragment] * (first, second)[phase] / share
 
     schedule = model.schedule
-    return kind(
+    return Events(
         compute_SxM.tolist(),
         lambda step: [sync.fragment for sync in schedule.sent(step)],
         bits,

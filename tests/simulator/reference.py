@@ -130,37 +130,6 @@ class Events:
             self.proceed(j)
 
 
-class OneLane(Events):
-    """All phases of all syncs on one lane, first come, first served."""
-
-    def __init__(self, *arguments) -> None:
-        super().__init__(*arguments)
-        self.waiting = {pair[:2]: [] for pair in self.queues}
-        self.serving = set()
-
-    def offer(self, m: int, sync: tuple[int, int], phase: int) -> None:
-        self.arrive(m, m, sync, phase)
-        for (sender, receiver), waiting in self.waiting.items():
-            if sender == m:
-                waiting.append((sync, phase))
-                self.serve_next(sender, receiver)
-
-    def serve_next(self, m: int, j: int) -> None:
-        if (m, j) in self.serving or not self.waiting[m, j]:
-            return
-        self.serving.add((m, j))
-        sync, phase = self.waiting[m, j].pop(0)
-        rate = min(self.gbit_s[m], self.gbit_s[j]) * 1e9 / (len(self.replicas) - 1)
-
-        def sent() -> None:
-            self.serving.remove((m, j))
-            delay = (self.latency[m] + self.latency[j]) / 2
-            self.after(delay, lambda: self.arrive(m, j, sync, phase))
-            self.serve_next(m, j)
-
-        self.after(self.bits(sync[1], phase) / rate, sent)
-
-
 def paper_seconds(
     num_layers: int,
     step_seconds: float,

@@ -64,14 +64,12 @@ def test_with_no_failures_and_endless_links_nothing_is_lost() -> None:
 
 
 @pytest.mark.slow
-def test_failures_cost_the_time_of_repair_and_what_was_not_saved() -> None:
+def test_failures_cost_the_time_of_repair() -> None:
     kind = replace(FAST, count=60, hours_between_failures=2, repair_seconds=600)
     run = replace(RUN, machines=(kind,), checkpoint_seconds=1e-9)
     outcome = in_store(run, num_outer_steps=4000)
     availability = 7200 / (7200 + 600 + run.join_seconds(kind))
     assert outcome.goodput == pytest.approx(availability, abs=0.01)
-    unsaved = in_store(replace(run, checkpoint_seconds=1e9), num_outer_steps=4000)
-    assert 0.0 < outcome.goodput - unsaved.goodput < 2 * 40 / 7200 + 0.01, "about half of H per failure"
 
 
 def test_no_work_counts_twice_though_a_late_payload_counts_after_its_machine_has_failed() -> None:

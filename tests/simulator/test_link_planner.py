@@ -101,12 +101,6 @@ def test_the_peak_follows_from_the_slowest_replicas_steps(slower):
         assert plan.peak_gbit_s == pytest.approx(both_slow.peak_gbit_s)
 
 
-def test_every_plan_syncs_twice_within_the_run():
-    plans = feasible(replace(task(1.0), num_steps=150))
-    assert plans and all(2 * plan.model.settings.sync_every <= 150 for plan in plans)
-    assert all(plan.terabytes > 0 for plan in plans)
-
-
 def test_device_memory_is_the_papers_arithmetic():
     """5/3 of Data-Parallel's state; with offload, 3 of 108 layers at 100B add 20 to 1,117 GiB."""
     size = ModelSize(num_params=100e9, num_layers=108, width=1, vocab_size=1)

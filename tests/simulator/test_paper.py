@@ -1,14 +1,13 @@
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from tests.simulator.reference import paper_seconds
 
 from diloco.errors import UserError
 from diloco.presets import METHODS
-from diloco.simulator.description import GBIT_S, MethodSettings
+from diloco.simulator.description import MethodSettings
 from diloco.simulator.paper import PaperModel, PaperRun
 from diloco.simulator.published import (
     OVERTRAINING_COSTS,
@@ -70,21 +69,6 @@ def test_the_steady_state_is_the_rate_of_a_long_run(model, gbit_s):
         ended[step] = max(run.clock_B[0], run.free_B[0])
     expected = (many - few) * model.step_seconds / (ended[many] - ended[few])
     np.testing.assert_allclose(model.compute_utilization([gbit_s]), expected, rtol=1e-3)
-
-
-@pytest.mark.parametrize(("num_layers", "between"), [(24, 12), (48, 6), (108, 3)])
-def test_fragments_are_sent_at_equal_distances(num_layers, between):
-    settings = MethodSettings(method="streaming")
-    schedule = PaperModel(settings=settings, num_params=1e9, num_layers=num_layers, step_seconds=1).schedule
-    sent = [step for step in range(1, 500) if schedule.sent(step)]
-    assert set(np.diff(sent)) == {between}
-
-
-def test_more_bandwidth_never_makes_a_run_with_uneven_fragments_slower():
-    model = PaperModel(
-        settings=MethodSettings(method="streaming_overlapped"), num_params=671e9, num_layers=61, step_seconds=20
-    )
-    assert (np.diff(model.compute_utilization(GBIT_S)) >= -1e-9).all()
 
 
 def test_the_published_bandwidths_are_reproduced_to_a_point_of_the_grid():

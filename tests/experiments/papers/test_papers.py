@@ -12,6 +12,7 @@ from diloco.errors import UserError
 from diloco.experiments.papers import EXPERIMENTS, experiment, rules, streaming
 from diloco.experiments.papers.tiers import BASELINE, DILOCO, STREAMING, TIERS
 from diloco.scaling.gap_laws import diloco_gap, streaming_gap
+from diloco.training.config.config import TrainConfig
 from diloco.training.config.engine_settings import check
 from diloco.training.config.resolve import resolve
 
@@ -27,18 +28,16 @@ def experiments(request):
 def test_every_run_can_be_started(experiments, tmp_path):
     runs = [run for one in experiments.values() for run in one.runs]
     assert all("seed" in run.labels for run in runs)
-    # Those that differ in a learning rate alone start alike.
-    configs = {
-        replace(
-            config,
-            optimizer=replace(config.optimizer, learning_rate=1e-3),
-            diloco=replace(config.diloco, outer_learning_rate=config.diloco.outer_learning_rate and 0.4),
-        )
-        for config in (run.config for run in runs if run.config.seed == 0)
-    }
-    for config in configs:
+    # The engine is asked once per model and method, for the run that has the fewest steps to send all fragments.
+    shortest: dict[tuple, TrainConfig] = {}
+    for config in (run.config for run in runs if run.config.seed == 0):
         vocab_size = 32_000 if config.data.tokenizer == "bpe:32000" else 257
-        check(resolve(config, vocab_size=vocab_size, prepared=tmp_path))
+        one = resolve(config, vocab_size=vocab_size, prepared=tmp_path)
+        diloco = replace(one.diloco, outer_learning_rate=one.diloco.outer_learning_rate and 0.4)
+        kind = one.model, one.method, one.num_replicas, diloco
+        shortest[kind] = min(shortest.get(kind, one), one, key=lambda each: each.num_steps)
+    for config in shortest.values():
+        check(config)
 
 
 def test_rows_are_drawn_and_judged(experiments):
