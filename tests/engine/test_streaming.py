@@ -55,7 +55,7 @@ PAPERS = [
 ]
 
 
-@pytest.mark.parametrize(("M", "num_cases"), [(1, 20), (2, 20), pytest.param(3, 28, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("M", "num_cases"), [(1, 8), (2, 20), pytest.param(3, 28, marks=pytest.mark.slow)])
 def test_every_step_is_the_references_bit_for_bit(M, num_cases):
     cases = [*some_cases(M, num_cases), *PAPERS]
     results = [run_cases(cases)] if M == 1 else run_replicas(run_cases, M, cases)

@@ -1,4 +1,4 @@
-"""Loops built as public training scripts of images, games and Accelerate are; diloco is added as the docs say."""
+"""Loops built as public training scripts of images and games are; diloco is added as the docs say."""
 
 import copy
 from collections.abc import Iterator
@@ -76,38 +76,6 @@ def imagenet(out_dir: Path, resume_from: int | None) -> Outcome:
         if is_best:
             torch.save(shipped.state_dict(), out_dir / "model_best.pth.tar")
     engine.finish()
-    return outcome.after(engine)
-
-
-def dcgan(out_dir: Path, resume_from: int | None) -> Outcome:
-    """dcgan of pytorch/examples: two models and two optimizers, which step in turn."""
-    outcome = Outcome()
-    torch.manual_seed(0)
-    generator = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16))
-    discriminator = nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
-    optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=5e-3, betas=(0.5, 0.999))
-    optimizer_g = torch.optim.Adam(generator.parameters(), lr=2e-2, betas=(0.5, 0.999))
-    both = nn.ModuleDict({"generator": generator, "discriminator": discriminator})
-    engine = diloco.StreamingDiLoCo(both, fragments="whole", **TIMING, exchange=diloco.connect())
-    engine.attach(optimizer_g)
-    data = torch.Generator().manual_seed(replica())
-    criterion = nn.BCEWithLogitsLoss()
-    for _ in range(40):
-        real = images(data, 16)[0].flatten(1)
-        discriminator.zero_grad()
-        criterion(discriminator(real), torch.ones(16, 1)).backward()
-        fake = generator(torch.randn(16, 4, generator=data))
-        criterion(discriminator(fake.detach()), torch.zeros(16, 1)).backward()
-        optimizer_d.step()
-        generator.zero_grad()
-        criterion(discriminator(fake), torch.ones(16, 1)).backward()
-        optimizer_g.step()
-        outcome.losses.append((fake.mean(0) - real.mean(0)).abs().mean().item())
-    engine.finish()
-    engine.copy_outer_to_model()
-    outcome.common.append(generator(torch.ones(2, 4)).sum().item())
-    for name, model in both.items():
-        torch.save(model.state_dict(), out_dir / f"{name}.pth")
     return outcome.after(engine)
 
 
@@ -234,63 +202,3 @@ def ppo(out_dir: Path, resume_from: int | None) -> Outcome:
     engine.finish()
     assert num_optimizer_steps < 240, "some updates ended early"
     return outcome.after(engine)
-
-
-def complete_example(out_dir: Path, resume_from: int | None) -> Outcome:
-    """complete_cv_example of accelerate.
-
-    Epochs with a scheduler, accumulation by hand, a state that is saved at the end of each epoch and in its midst,
-    and a resume that skips the batches before.
-    """
-    from accelerate import Accelerator
-    from accelerate.utils import DataLoaderConfiguration, set_seed
-
-    from diloco.integrations.accelerate import DiLoCo
-
-    outcome = Outcome()
-    in_order = DataLoaderConfiguration(use_seedable_sampler=True)
-    accelerator: Any = Accelerator(cpu=True, dataloader_config=in_order)
-    dataset = torch.utils.data.TensorDataset(*images(torch.Generator().manual_seed(replica()), 96))
-    train_dataloader = torch.utils.data.DataLoader(dataset, 8, shuffle=True)
-    held_out = images(torch.Generator().manual_seed(99), 64)
-    set_seed(42)
-    model: Any = nn.Sequential(nn.Flatten(), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 24)
-    model, optimizer, train_dataloader, scheduler = accelerator.prepare(
-        model, optimizer, train_dataloader, scheduler
-    )
-
-    def build(model: nn.Module) -> diloco.StreamingDiLoCo:
-        return diloco.StreamingDiLoCo(model, fragments="whole", **TIMING, exchange=diloco.connect())
-
-    diloco_ = DiLoCo(accelerator=accelerator, model=model, build=build)
-    starting_epoch, resume_step = 0, 0
-    if resume_from is not None:
-        accelerator.load_state(out_dir / f"step_{resume_from}")
-        starting_epoch, resume_step = divmod(resume_from, len(train_dataloader))
-    overall_step = starting_epoch * len(train_dataloader)
-    with diloco_:
-        for epoch in range(starting_epoch, 4):
-            model.train()
-            train_dataloader.set_epoch(epoch)
-            batches = train_dataloader
-            if resume_step:
-                batches = accelerator.skip_first_batches(train_dataloader, resume_step)
-                overall_step, resume_step = overall_step + resume_step, 0
-            for pixels, labels in batches:
-                loss = F.cross_entropy(model(pixels - 3), labels)
-                accelerator.backward(loss / 2)
-                overall_step += 1
-                outcome.losses.append(loss.item())
-                if overall_step % 2 == 0:
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
-                if overall_step % 10 == 0 and resume_from is None:
-                    accelerator.save_state(out_dir / f"step_{overall_step}")
-            model.eval()
-            with diloco_.engine.outer_parameters_applied(), torch.no_grad():
-                outcome.common.append(F.cross_entropy(model(held_out[0] - 3), held_out[1]).item())
-    accelerator.save_model(model, out_dir / "model")
-    return outcome.after(diloco_.engine)
