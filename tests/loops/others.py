@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F

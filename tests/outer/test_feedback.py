@@ -8,18 +8,13 @@ from diloco.outer.averages import Gather, reduction_of
 from diloco.outer.cohort import Cohort
 from diloco.wire import Key, codec
 
-LOSSY = ["bf16", "e3m0:stochastic=true", "int2", "topk:density=0.1,values=int2", "sparseloco"]
+WAYS = [("gather", "bf16"), ("gather", "e3m0:stochastic=true"), ("gather", "int2"), ("gather", "sparseloco")]
+WAYS += [("gather", "topk:density=0.1,values=int2"), ("reduce_scatter", "e3m0")]
+WAYS += [("reduce_scatter", "feddropout:density=0.3")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("combine", "wire"),
-    [
-        *(("gather", wire) for wire in LOSSY),
-        ("reduce_scatter", "e3m0"),
-        ("reduce_scatter", "feddropout:density=0.3"),
-    ],
-)
+@pytest.mark.parametrize(("combine", "wire"), WAYS)
 @settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**32 - 1), num_elements=st.sampled_from([1, 2, 37, 700]), num_replicas=st.integers(1, 4)
