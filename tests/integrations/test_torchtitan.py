@@ -210,22 +210,22 @@ def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
 
 
 def train_one_of_two(folder: str, replica: int, rank: int, ports: list[int]) -> dict[str, Any]:
-    """One of the two processes of a replica: with FSDP2 a run that resumes; the first alone with tensor parallelism."""
+    """One of the two processes of a replica: FSDP2, and a resume; then one replica with tensor parallelism."""
     os.environ |= {"DILOCO_REPLICA": str(replica), "MASTER_PORT": str(ports[replica])}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     folder = f"{folder}/fsdp-{replica}"
     meet_at(ports[2])
-    first = trainer_of(folder, "--training.local_batch_size=1", "--training.steps=9")
+    first = trainer_of(folder, "--training.local_batch_size=1", "--training.steps=7")
     batches = first.batch_generator(first.dataloader)
     for first.step in range(1, 6):  # a fragment is in flight then
         first.train_step(batches)
     first.checkpointer.interval = 5
     first.checkpointer.save(5)
-    for first.step in range(6, 10):
+    for first.step in range(6, 8):
         first.train_step(batches)
 
     meet_at(ports[3])
-    second = trainer_of(folder, "--training.local_batch_size=1", "--training.steps=9")
+    second = trainer_of(folder, "--training.local_batch_size=1", "--training.steps=7")
     second.train()
     shipped = {name: p.full_tensor() for name, p in second.model_parts[0].named_parameters()}
     outer = {name: value.full_tensor() for name, value in second.engine.outer_parameters().items()}
@@ -282,7 +282,7 @@ def test_two_replicas_of_two_processes_train_with_tensor_parallelism_and_with_fs
     untrained, outer_hash = results[0].pop("tensor_parallel")
     assert results[1].pop("tensor_parallel") == [untrained, outer_hash] and untrained != outer_hash
     assert all(result == results[0] for result in results)
-    assert results[0]["in_place"] and len(results[0]["losses"]) == 2
+    assert results[0]["in_place"] and len(results[0]["losses"]) == 1
     first, resumed = results[0]["hashes"]
     assert first == resumed
 
