@@ -182,6 +182,27 @@ def test_one_fragment_without_overlap_is_diloco():
         np.testing.assert_allclose(theta, by_hand, rtol=1e-4, atol=1e-5)
 
 
+def run_averaging(T: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """θ before and after each sync."""
+    case = Case(P=3, H=1, tau=0, alpha=0.0, eta=1.0, mu=0.0)
+    model = case.model()
+    engine = case.engine(model)
+    history = []
+    for t in range(1, T + 1):
+        inner_step(model, engine.exchange.replica, t)
+        before = theta_of(model)
+        engine.step()
+        history.append((before, theta_of(model)))
+    return history
+
+
+def test_syncing_at_every_step_without_momentum_averages_the_parameters():
+    for steps in zip(*run_replicas(run_averaging, 3, 6), strict=True):
+        average = np.mean([before for before, _ in steps], axis=0)
+        for _, after in steps:
+            np.testing.assert_allclose(after, average, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_backward_through_parameters_from_before_a_merge_raises(dtype):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(dtype)

@@ -1,7 +1,6 @@
 """Loops built as public training scripts of images and games are; diloco is added as the docs say."""
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -76,79 +75,6 @@ def imagenet(out_dir: Path, resume_from: int | None) -> Outcome:
             torch.save(shipped.state_dict(), out_dir / "model_best.pth.tar")
     engine.finish()
     return outcome.after(engine)
-
-
-class Diffusion(nn.Module):
-    """A network that predicts noise, and its schedule in buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(nn.Linear(17, 64), nn.SiLU(), nn.Linear(64, 16))
-        self.register_buffer("kept", torch.linspace(0.99, 0.1, 10))
-
-    def forward(self, pixels: Tensor, data: torch.Generator) -> Tensor:
-        t = torch.randint(0, 10, (len(pixels),), generator=data)
-        kept, noise = self.kept[t][:, None], torch.randn(pixels.shape, generator=data)
-        noisy = kept.sqrt() * pixels + (1 - kept).sqrt() * noise
-        return F.mse_loss(self.model(torch.cat([noisy, t[:, None] / 10], 1)), noise)
-
-
-def diffusion(out_dir: Path, resume_from: int | None) -> Outcome:
-    """denoising-diffusion-pytorch's Trainer.
-
-    It is built, and perhaps loaded, before it trains; it accumulates, and keeps an exponential moving average of
-    the model, which is what it samples from and saves.
-    """
-
-    class Trainer:
-        def __init__(self, model: nn.Module) -> None:
-            self.model, self.step, self.data = model, 0, torch.Generator().manual_seed(replica())
-            self.optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.9, 0.99))
-            self.ema = copy.deepcopy(model).requires_grad_(False)
-            self.engine = diloco.StreamingDiLoCo(model, fragments="whole", **TIMING, exchange=diloco.connect())
-            self.engine.attach(self.optimizer)
-            self.engine.on_merge(self.update_ema)
-
-        def update_ema(self, names: tuple[str, ...]) -> None:
-            average, outer = dict(self.ema.named_parameters()), self.engine.outer_parameters()
-            for name in names:
-                average[name].lerp_(outer[name], 0.5)
-
-        def save(self) -> None:
-            state = {"step": self.step, "data": self.data.get_state()}
-            for name in ("model", "optimizer", "ema", "engine"):
-                state[name] = getattr(self, name).state_dict()
-            torch.save(state, out_dir / f"model-{self.step}.pt")
-
-        def load(self, milestone: int) -> None:
-            state = torch.load(out_dir / f"model-{milestone}.pt", weights_only=True)
-            self.step = state["step"]
-            self.data.set_state(state["data"])
-            for name in ("engine", "model", "optimizer", "ema"):
-                getattr(self, name).load_state_dict(state[name])
-
-        def train(self, num_steps: int) -> Iterator[float]:
-            while self.step < num_steps:
-                for _ in range(2):
-                    loss = self.model(images(self.data, 16)[0].flatten(1) - 3, self.data)
-                    (loss / 2).backward()
-                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self.step += 1
-                if self.step % 10 == 0:
-                    self.save()
-                yield loss.item()
-            self.engine.finish()
-
-    torch.manual_seed(0)
-    trainer = Trainer(Diffusion())
-    if resume_from is not None:
-        trainer.load(resume_from)
-    losses = list(trainer.train(40))
-    held_out = torch.Generator().manual_seed(99)
-    common = trainer.ema(images(held_out, 64)[0].flatten(1) - 3, held_out).item()
-    return Outcome(losses, [common]).after(trainer.engine)
 
 
 class Agent(nn.Module):

@@ -1,4 +1,4 @@
-"""Loops of seven public training scripts, rewritten small: what the docs tell their users to add is enough."""
+"""Loops of six public training scripts, rewritten small: what the docs tell their users to add is enough."""
 
 import os
 import warnings
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.integrations.jobs import meet_at
-from tests.loops.others import diffusion, imagenet, ppo
+from tests.loops.others import imagenet, ppo
 from tests.loops.text import Outcome, lora, nanochat, nanogpt, word_language_model
 from tests.ports import free_port
 from tests.processes import run_replicas
@@ -19,7 +19,6 @@ LOOPS: dict[Loop, int | None] = {
     word_language_model: None,
     lora: 1,
     imagenet: 1,
-    diffusion: 20,
     ppo: None,
 }
 """Each loop, and the step or epoch from whose checkpoint it is resumed, if its script can be."""
