@@ -18,7 +18,7 @@ from diloco.rendezvous.status import Look
 from diloco.report.runs import run_facts
 from diloco.training.records.tail import RunTail
 
-COMMAND = ["demo", "--recipe", "tiny", "--num-tokens", "80000", "--link", "50Mbit", "--no-browser"]
+COMMAND = ["demo", "--recipe", "tiny", "--num-tokens", "120000", "--link", "50Mbit", "--no-browser"]
 
 
 def processes_in(folder: Path) -> list[str]:
