@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import diloco
 from diloco.exchange import connect as connecting
 from diloco.exchange import meeting
+from diloco.exchange.encrypted import tls
 from diloco.exchange.transport import Channel, Tag, share, wait_for_all
 
 CASE = Case(P=3, H=5, tau=2, wire="e3m0")
@@ -86,6 +87,7 @@ def test_two_sites_with_ddp_inside_train_one_model(tmp_path):
 
 def exchange_by_leaders(secret: str | None) -> None:
     """Payloads of three replicas of two processes: each pair of replicas has a length of its own."""
+    tls._COST["n"] = 1 << 10  # the tests of peers take the whole time
     replica, rank = divmod(int(os.environ["DILOCO_REPLICA"]), 2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     exchange = diloco.connect(replica=replica, num_replicas=3, leader=True, secret=secret, timeout_seconds=20)
@@ -154,7 +156,7 @@ def test_a_process_that_has_ended_is_named_by_its_leader(tmp_path):
 
 def connect_again(secret: str | None, leader: bool, first_to_close: int) -> set[str]:
     """Train, close, one replica later than the other, and train anew at the same address."""
-    hashes = set()
+    hashes, tls._COST["n"] = set(), 1 << 10
     for _ in range(2):
         exchange = diloco.connect(secret=secret, leader=leader, timeout_seconds=20)
         model = CASE.model()
