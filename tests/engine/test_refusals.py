@@ -36,6 +36,7 @@ EXCHANGE = r"pass diloco.ProcessGroupExchange\(group\), what diloco.connect\(add
         ({"num_steps": 100}, "num_steps=100 is for outer='auto' alone: leave it out"),
         ({"outer": "torch.LBFGS"}, "outer=LBFGS can't take a step on a flat vector"),
         ({"outer": "torch.optim"}, "outer=torch.optim: 'torch.optim': torch.optim has no optim: take torch.AdamW"),
+        ({"outer": "torch.AdamW:rate=1"}, "outer=torch.AdamW:rate=1: 'rate' is not a setting of torch.AdamW"),
         ({"mixing": "translate"}, "mixing=translate keeps all .* outer=Nesterov has counted .*=taylor:strength=0"),
         ({"mixing": "half"}, "mixing=half: 'half' is not a merge rule, which are overwrite, mix, translate"),
         ({"mixing": [1]}, r"mixing=\[1\] is of the wrong type: pass a number of at least 0 and below 1"),
