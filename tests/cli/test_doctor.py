@@ -47,8 +47,6 @@ def test_the_parts_of_this_machine_and_a_store_are_good(capsys, tmp_path):
     }
     assert findings["extras"] == {"part": "extras", "state": "good", "text": "store"}
     assert "50 races had one winner each" in findings["store"]["text"]
-    main(["doctor"])
-    assert len(capsys.readouterr().out.splitlines()) <= 24, "one screen"
 
 
 def test_an_extra_and_a_compiler_that_are_absent_are_no_faults(capsys, about, monkeypatch):
@@ -81,6 +79,7 @@ def test_a_part_with_two_faults_is_named_once(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="1"):
         main(["doctor"])
     printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) <= 24, "one screen"
     assert printed.out.count("! store") == 2 and printed.err == "diloco: store can't work as it is\n"
 
 
@@ -98,10 +97,8 @@ def test_the_libraries_of_the_trainer_and_of_stores_work_under_the_names_of_thei
     assert findings["extras"]["text"] == "store, train" and "broken" not in {
         one["state"] for one in findings.values()
     }
-    for module in ("huggingface_hub", "yaml"):
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, module, None)
-            assert module in parts(capsys)["train"]["text"]
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert "yaml" in parts(capsys)["train"]["text"]
 
 
 def test_the_versions_of_torch_are_those_of_the_page_on_versions():

@@ -46,31 +46,22 @@ export run --to hf                                 => diloco export needs --outp
 plan                                               => diloco plan needs a model, a speed and a link
 plan --num-params 1e9                              => diloco plan needs --link
 plan --fleet                                       => --fleet needs a value
-plan --fleet none.toml                             => none.toml can't be read
 plan --fleet short.txt                             => short.txt can't be read
 plan --fleet fleet.toml --budget-dollars 0         => --budget-dollars must be above 0, not 0.0
-plan --fleet fleet.toml --deadline-hours -1        => --deadline-hours must be above 0, not -1.0
-plan --fleet fleet.toml --deadline-hours soon      => --deadline-hours takes a number, not 'soon'
 plan --fleet fleet.toml --prices fleet.toml        => fleet.toml can't be read
 plan --fleet fleet.toml --link 20Mbit              => unknown flag --link
 plan --num-params 124M --link 20Mbit               => the speed of a replica once: --step-seconds, such as
 plan --num-params 124Q --link 20Mbit               => takes a number such as 124M, 1.3B or 1e9, not '124Q'
 plan --num-params 124M --link 20                   => --link takes a rate with its unit, such as 20Mbit, 1Gbit
-plan --num-params 124M --link 1,5Gbit              => --link takes a rate with its unit, such as 20Mbit, 1Gbit
-plan --num-params 1,3B --link 1Gbit                => --num-params takes a number such as 124M, 1.3B or 1e9
 plan SIZE --link 1Gbit --num-replicas 2.5          => --num-replicas takes a whole number, not '2.5'
-plan SIZE --link 1Gbit --num-replicas 0            => --num-replicas=0, but a link has two ends
 plan SIZE --link 1Gbit --num-replicas 1            => --num-replicas=1, but a link has two ends
 plan --num-params 1B --link 1Gbit --flops-per-second 30 => computer's 1G: did you mean 30T?
 plan --num-params 1B --link 20MB --flops-per-second 30T => such as 20Mbit, 1Gbit or 2.5MB/s, not '20MB'
 train tiny --data.prepared nodir                   => there is no directory
 plan --num-params 1B --link 1Gbit --flops-per-second 0 => --flops-per-second must be above 0 and finite, not 0.0
-plan --link 1Gbit 1Gbit 1Gbit --measure tiny       => or one for each of 2 replicas
 plan --measure tiny --link 1Gbit 1Gbit 1Gbit       => or one for each of 2 replicas
 simulate bandwidth SIZE                            => diloco simulate bandwidth needs --method
 train tiny --optimizer.beta1 x                     => --optimizer.beta1 takes a number, not 'x'
-train tiny --diloco.overlap-steps x                => --diloco.overlap-steps takes a whole number, not 'x'
-train tiny --seed                                  => --seed needs a value
 generate --max-tokens 5 runs/x --temperature abc   => --temperature takes a number, not 'abc'
 
 train tiny --num-tokens 7                          => than half a step of --global-batch·--sequence-length=512
@@ -85,7 +76,6 @@ train tiny --diloco.wire int8:blok=128             => --diloco.wire=int8:blok=12
 sweep tiny --num-replicas 3                        => --global-batch=8 must be a multiple of --num-replicas=3
 train tiny --num-tokens 1M --epochs 2              => --num-tokens=1M and --epochs=2 are two budgets
 train tiny --num-tokens                            => --num-tokens needs a value
-train tiny --epochs two                            => --epochs takes a number, not 'two'
 train tiny --resume a --config b.toml              => --resume goes on with the run's own settings: leave
 train tiny --config b.toml                         => b.toml can't be read
 train TEXT --config out.toml                       => --name='../out' must be 1 to 64 letters
@@ -97,44 +87,33 @@ bench wire --gradient nowhere.safetensors          => nowhere.safetensors can't 
 eval run --limit 0                                 => --limit=0 must be at least 1
 eval nowhere --limit 5                             => --limit=5 means nothing without --tasks or --data
 eval nowhere                                       => nowhere holds no run
-export nowhere --to hf --output x                  => nowhere holds no run
 generate nowhere                                   => nowhere holds no run: nowhere/config.json is missing
 chat                                               => needs RUN: a run's directory, such as runs/first, or the URL
-report nowhere                                     => nowhere holds no run
 report results.csv                                 => results.csv is neither a run's directory nor an exp
 report                                             => name a run's directory, or an experiment's CSV
 watch                                              => name a run's directory, a directory of runs, or a store
 watch nowhere                                      => nowhere holds no run: nowhere/config.json is missing
-watch x --every-seconds 0                          => --every-seconds=0.0 must be above 0
 watch x --every-seconds inf                        => --every-seconds=inf must be above 0 and at most 86400
 watch x --port 8080                                => --port=8080 means nothing without --serve
-watch x --address 0.0.0.0                          => --address=0.0.0.0 means nothing without --serve
 store check ftp://host/run                         => ftp://host/run: give a directory, or s3://bucket/prefix
 store check /none/run                              => /none does not exist: make it, or mount it, first
 store check . --racers 1                           => --racers=1 must be at least 2
-store check . --rounds 0                           => --rounds=0 must be at least 1
 store status nowhere                               => there is no directory nowhere
 store verify .                                     => holds no run: log/0000000000 is missing
 store check host:29500                             => host:29500 is a host: machines that reach each other are
 store status [::1]:29500                           => [::1]:29500 is a host
-train --rendezvous 10.0.0.5:29500                  => such as s3://bucket/run
 train tiny --rendezvous 10.0.0.5:29500 --name a    => joined by torchrun --master-addr or diloco.connect; a
 keys allow .                                       => name at least one public key
 keys allow . abc                                   => 'abc' is no public key of 64 hexadecimal digits
 keys allow . KEY                                   => holds no run
-keys allow ftp://x/y KEY                           => ftp://x/y: give a directory, or s3://bucket/prefix
 keys show nowhere                                  => the key nowhere can't be read: No such file
 
 plan --num-params 1 --num-layers 1 --link 1Gbit --step-seconds -1 => --step-seconds must be above 0
-plan SIZE --link 1Gbit --batch-tokens 0         => --batch-tokens must be above 0 and finite, not 0.0
 plan SIZE --link 1Gbit --batch-tokens 1e-300    => --batch-tokens=1e-300 is too small for --num-tokens=2e+10
-plan SIZE --link 1Gbit --num-tokens -1e10       => --num-tokens must be above 0 and finite
 plan SIZE --link 1Gbit --num-tokens 2e6            => --num-tokens=2000000, --batch-tokens=262144 make
 plan --measure=tiny --target 2                     => --target must be above 0 and below 1, not 2.0
 plan --measure tiny --diloco.wire int8             => --diloco.wire=int8: the plan chooses it
-plan --measure tiny --diloco.offsets 1 2           => --diloco.offsets=(1, 2): the plan chooses it
 plan --measure tiny --num-replicas 1               => --num-replicas=1, but a link has two ends
-plan --measure tiny --method diloco                => --method=diloco: the plan chooses it
 plan --measure tiny --num-tokens 5120              => --num-tokens=5120, --global-batch=8, --sequence-length=64
 experiment freezing --commands --tabulate          => --commands prints what to run, and --tabulate
 experiment freezing --tabulate                     => no run of freezing is over in
@@ -148,9 +127,7 @@ sweep tiny TEXT --axis seed=0 --cores 1 --ray auto => --ray=auto has its own
 sweep tiny --axis seed=0 --num-tokens 5120         => leave out --num-tokens
 sweep tiny --axis seed=0 --plan --cores 0          => --cores=0 must be at least 1
 sweep tiny --axis seed=0 --plan --name foo         => --name=foo: a sweep names each run by its settings
-sweep tiny --axis seed=0 --plan --runs bar         => --runs=bar: a sweep keeps them below --output: set
 sweep tiny --axis seed=0 --plan --rendezvous st    => --rendezvous=st: all of a sweep would meet in
-sweep tiny --axis seed=0 --plan --prometheus-port 9 => --prometheus-port=9: all of a sweep would take
 
 scaling fit --sync-every 30                        => --sync-every=30 chooses among the runs of --data
 scaling predict --num-params 1e9 --num-replicas 0 --fit joint       => for Data-Parallel, M = 0, set
@@ -158,25 +135,18 @@ scaling predict --num-params 1e9 --num-replicas 3 --fit independent => there are
 scaling predict --num-params 1e9 --num-replicas -1 => must be at least 1, or 0 for Data-Parallel, not -1
 scaling predict --num-params 1e9 --overtraining 0  => =0 must be above 0
 scaling predict --num-params 0.001                 => =0.001 must be from 1 to 1e15, a count such as 1.3e9
-scaling predict --num-params 1e308                 => must be from 1 to 1e15
-scaling predict --num-params 1e9 --sync-every 30   => --sync-every=30 chooses among the runs of --data
 scaling predict --num-params 1e9 --data none.csv   => none.csv can't be read: No such file
 
 simulate bandwidth SIZE OVERLAPPED --num-params -1  => --num-params must be above 0 and finite
 simulate bandwidth SIZE OVERLAPPED --targets 1.5    => --targets must be above 0 and at most 1
 simulate bandwidth SIZE OVERLAPPED --targets half   => --targets: 'half' is no number
 simulate bandwidth SIZE OVERLAPPED --num-layers 100000000 => 100,000,000 must be at most 10,000
-simulate bandwidth SIZE OVERLAPPED --seed -1        => --seed=-1 must be at least 0
 simulate bandwidth SIZE OVERLAPPED --num-steps 0    => --num-steps must be at least 1, not 0
 simulate bandwidth SIZE --method diloco --num-steps 90 => --num-steps=90 with --sync-every=100
 simulate bandwidth SIZE OVERLAPPED --latency-seconds                => --latency-seconds=() must be one number
 simulate bandwidth SIZE OVERLAPPED --num-replicas 100000            => --num-replicas must be from 1 to 256
 simulate bandwidth SIZE OVERLAPPED --seed 3                         => leave it out, or set --step-variation or
 simulate bandwidth SIZE OVERLAPPED --preset paper --width 9         => --width=9 means nothing to --preset=paper
-simulate bandwidth SIZE OVERLAPPED --preset paper --wire fp32       => --wire=fp32 means nothing to
-simulate bandwidth SIZE OVERLAPPED --preset paper --seed 3          => --seed=3 means nothing to
-simulate bandwidth SIZE OVERLAPPED --preset paper --step-variation 0.1 => --step-variation=0.1 means nothing to
-simulate bandwidth SIZE OVERLAPPED --preset paper --offsets 0 1     => --offsets=(0, 1) means nothing to
 simulate bandwidth SIZE OVERLAPPED --preset paper --num-replicas 2  => --num-replicas=2 means nothing to
 simulate utilization SIZE OVERLAPPED --preset paper --link 1Gbit 2Gbit => --link with --preset=paper, which has one
 simulate timeline --preset paper --step-seconds 1 2 => which has one replica: give one number
@@ -196,18 +166,12 @@ tiny --seed 3                         => type diloco train tiny --seed 3 (
 'train tiny'                          => type it without quotes, diloco train tiny
 diloco train tiny                     => type diloco train tiny (
 torchrun --nproc-per-node 2           => type diloco train RECIPE, or torchrun … -m diloco train RECIPE
-resume runs/a                         => type diloco train --resume runs/a (
 stop                                  => type Ctrl-C in the terminal of the run; diloco train --resume RUN
-serve runs/a                          => type diloco chat runs/a --serve to talk to its model, or
 ls                                    => type diloco watch runs, or diloco watch runs --serve for a page
-tensorboard --logdir runs             => type diloco watch runs, or
-sample runs/a                         => type diloco generate runs/a (
-evaluate runs/a                       => type diloco eval runs/a (
 join s3://bucket/run                  => type diloco train --rendezvous s3://bucket/run --name NAME
 help train                            => type diloco train --help
 text.jsonl                            => a command comes before a file, as in diloco watch text.jsonl
 -v                                    => unknown flag -v: did you mean --version?
--help                                 => unknown flag -help: did you mean --help?
 train ./text.jsonl                    => type diloco train laptop --data.train ./text.jsonl
 train 124M                            => the sizes about it are 90m and 180m; a model of transformers is named
 train 35M                             => did you mean 35m?
@@ -215,7 +179,6 @@ train --recipe tiny                   => begins with a recipe, not '--recipe': t
 train --config tiny                   => --config=tiny is a recipe, which stands alone: type diloco train tiny
 train lr=1e-3                         => type diloco train laptop --optimizer.learning-rate 1e-3
 train config/gpt2.py                  => type diloco train --config FILE, a .toml file or
-train tiny lr=1e-3                    => 'lr=1e-3': a setting is a flag: --optimizer.learning-rate 1e-3
 train tiny ++diloco.sync_every=5      => a setting is a flag: --diloco.sync-every 5
 train tiny max_steps=5                => in tokens: --num-tokens 2560
 train tiny --set x=1                  => each setting has a flag of its own, such as --diloco.sync-every 5
@@ -229,52 +192,29 @@ train tiny --warmup_ratio 0.1         => the warm-up is given in steps: --optimi
 train tiny --sync-every 500           => unknown flag --sync-every: did you mean --diloco.sync-every?
 train tiny --diloco.H 10              => did you mean --diloco.sync-every?
 train tiny --alpha 0.5                => did you mean --diloco.mixing?
-train tiny --tau 1                    => did you mean --diloco.overlap-steps?
-train tiny --outer-lr 0.4             => did you mean --diloco.outer-learning-rate?
-train tiny --batch-size 16            => did you mean --global-batch?
 train tiny --output_dir out           => did you mean --runs?
-train tiny --model gpt2               => did you mean --model.hf?
-train tiny --dataset text.jsonl       => did you mean --data.train?
-train tiny --store s3://bucket/run    => did you mean --rendezvous?
-train tiny --replicas 3               => did you mean --num-replicas?
-train tiny --bf16                     => type --precision bf16, auto or fp32
-train tiny --precision fp16           => not 'fp16': did you mean bf16?
 train tiny --compile=True             => --compile takes no value: leave 'True' out, or type --no-compile
 train tiny --device cuda:0            => not 'cuda:0': did you mean cuda?
-train tiny --method data-parallel     => did you mean data_parallel?
 train tiny --method local_sgd         => type --method diloco --diloco.outer-learning-rate 1 --diloco.outer-m
 train tiny --method FedAvg            => type --method diloco --diloco.outer-learning-rate 1 --diloco.outer-m
-train tiny --method ddp               => did you mean data_parallel?
 train tiny --method fsdp              => type --shards-per-replica 2 to shard each replica
 simulate bandwidth SIZE --method fedavg => 'streaming_overlapped_fp4', not 'fedavg' (
 train tiny --diloco.wire fp4          => 'fp4' is not a codec: did you mean e3m0?
 train tiny --wandb                    => type --trackers wandb
-train tiny --optimizer adam           => 'schedule_free', not 'adam': did you mean adamw?
-train tiny --optim muon               => unknown flag --optim: did you mean --optimizer.name?
-train tiny --num-workers 4            => leave it out; replicas are set by --num-replicas
 train tiny --nnodes 2                 => torchrun takes these flags: torchrun … -m diloco train …; or each machine
 watch runs --host 0.0.0.0               => unknown flag --host: did you mean --address?
-train tiny --log-every 10             => every step is in metrics-0.jsonl: leave it out
-train tiny --fsdp                     => did you mean --shards-per-replica?
 train tiny --bogus                    => unknown flag --bogus (diloco train tiny --help
 train tiny --rendezvous bucket/run    => does not exist: make it, or mount it, first; a bucket is s3://bucket/prefix
 train tiny --rendezvous s3:/bucket/x  => a bucket's URL has two slashes: s3://bucket/prefix
 train tiny --data.train wikitext      => or hf:wikitext for that data set of the Hugging Face Hub
 eval runs/a piqa                      => 'piqa' is not expected here: type --tasks piqa
 eval --model runs/a                   => RUN stands without a flag: diloco eval runs/a
-export runs/a --format hf             => unknown flag --format: did you mean --to?
 export runs/a --to gguf               => type --to hf, from which llama.cpp's convert_hf_to_gguf.py makes GGUF
-export runs/a --to onnx               => not 'onnx': did you mean hf?
 store ls                              => diloco store has no 'ls': did you mean status?
-keys generate                         => diloco keys has no 'generate': did you mean new?
-data tokenize                         => did you mean prepare?
 plan 124M                             => diloco plan needs --num-params: type --num-params 124M
 plan tiny                             => a recipe is measured: type diloco plan --measure tiny --link 20Mbit
-plan --params 124M                    => did you mean --num-params?
 plan SIZE --link 1Gbit --rtt 50        => half of the round trip is given, in seconds: --latency-seconds
 train tiny --target-param-data-ratio 8 => in tokens, the ratio times N: --num-tokens
-plan --num-params 124M --link-mbit-s 20 => unknown flag --link-mbit-s: did you mean --link?
-simulate bandwidth SIZE --method ddp  => did you mean data_parallel?
 """
 """Habits of users of nanochat, nanoGPT, torchtune, transformers, torchtitan, Lightning, Hydra and torchft."""
 OF_A_RUN = """

@@ -33,14 +33,14 @@ RESUMED = [
 
 
 def resume_after_every_step(case: Case) -> None:
-    """From the step before the first fragment is sent."""
+    """For a period, from the step before the first fragment is sent."""
     model = case.model()
     engine = case.engine(model)
     checkpoints = {}
     first = 0 if case.first_sync == "early" else case.H - 1
 
     def save(t: int) -> None:
-        if t < first:
+        if not first <= t <= first + case.H:
             return
         checkpoints[t] = io.BytesIO()
         torch.save({"engine": engine.state_dict(), "model": model.state_dict()}, checkpoints[t])

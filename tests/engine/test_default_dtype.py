@@ -97,18 +97,14 @@ def test_equal_payloads_of_zeros_are_no_mistake():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("combine", "wire", "dtype"),
-    [("gather", "e3m0", torch.bfloat16), ("reduce_scatter", "fp32", torch.float64)],
-)
-def test_replicas_that_meet_in_a_store(tmp_path, combine, wire, dtype):
+def test_replicas_that_meet_in_a_store(tmp_path):
     models = [new_model() for _ in range(2)]
     outer_steps = []
-    with default_dtype(dtype):
-        settings = {"combine": combine, "wire": wire, "error_feedback": 1.0, "patience": 0}
+    with default_dtype(torch.bfloat16):
+        settings = {"combine": "reduce_scatter", "wire": "e3m0", "error_feedback": 1.0, "patience": 0}
         replicas = [Replica(str(tmp_path), name=str(n), model=m, **settings) for n, m in enumerate(models)]
         deadline = time.monotonic() + 20
-        while min(rounds := [sum(replica.rounds) for replica in replicas]) < 3 * P:
+        while min(rounds := [sum(replica.rounds) for replica in replicas]) < 2 * P:
             assert time.monotonic() < deadline, rounds
             outer_steps += [outer_step for replica in replicas for outer_step in replica.step(pause_seconds=0.002)]
         assert all(outer_step.average.dtype == torch.float32 for outer_step in outer_steps)

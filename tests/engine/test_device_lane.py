@@ -4,7 +4,6 @@ Legend: see tests/engine/cases.py; the device is that of tests/fake_device.py.
 """
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,7 +31,6 @@ CASES = [
     Case(P=3, H=5, T=12, tau=2, wire="pulse:density=0.2", beta=1.0, offload=True),
     Case(P=4, H=3, T=8, tau=2, wire="fp32", offload=True, parameters="bf16"),
     Case(P=2, H=4, T=9, tau=0, wire="bf16", offsets=(0, 0)),
-    Case(P=1, H=2, T=9, tau=1, wire="e3m0", offload=True),
 ]
 
 
@@ -99,10 +97,8 @@ def bits_of_both(cases: list[Case], like_apples: bool = False) -> list[bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("M", [1, 2])
-def test_the_bits_are_those_of_a_cpu_and_the_host_never_waits(M):
-    cases = CASES if M == 2 else [replace(case, tau=0) for case in CASES[:2]]
-    assert run_replicas(bits_of_both, M, cases) == [[True] * len(cases)] * M
+def test_the_bits_are_those_of_a_cpu_and_the_host_never_waits():
+    assert run_replicas(bits_of_both, 2, CASES) == [[True] * len(CASES)] * 2
 
 
 @pytest.mark.slow
@@ -123,7 +119,7 @@ def alone_in(folder: str, like_apples: bool) -> str:
             wire="e3m0",
             rendezvous=run,
         )
-        for t in range(1, 31):
+        for t in range(1, 20):
             learn(model, 0, t)
             engine.step(tokens=8)
             time.sleep(0.005)

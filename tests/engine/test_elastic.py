@@ -258,7 +258,7 @@ def test_the_error_of_error_feedback_changes_when_a_payload_is_counted_and_then_
     silent = Replica(str(tmp_path), name="silent", **settings)  # a majority needs it
     errors = [np.zeros_like(theta_p) for theta_p in theta0()]
     changes, deadline = [], time.monotonic() + 20
-    while len(changes) < 30 * P or sum(changes) < 3:
+    while len(changes) < 16 * P or sum(changes) < 3:
         assert time.monotonic() < deadline
         counts = list(ours.engine._membership.counted)
         ours.step(pause_seconds=0.004)

@@ -62,25 +62,37 @@ MEMORY = {
     "error": "error of the error feedback",
     "sent error": "error of the error feedback",
 }
+FEEDBACK = {"patience": 100_000, "error_feedback": 1.0, "wire": "e3m0"}
 
 
-@pytest.mark.parametrize(
-    "kind", ["outer", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*MEMORY][1:])]
-)
-def test_only_the_replica_whose_memory_changed_ends(kind: str, tmp_path) -> None:
-    settings = {"patience": 100_000, "error_feedback": 1.0, "wire": "e3m0"}
-    a, b, c = members = [Replica(str(tmp_path), name=name, **settings) for name in "abc"]
-    until(lambda: min(min(counted(member)) for member in members) >= 0, *members)
+def change_memory(replica: Replica, kind: str) -> None:
     if kind == "sent error":  # which becomes the error when the offer is counted
-        until(lambda: 0 in c.engine._membership.in_flight, *members)
-        c.engine._membership._errors[0][0][0] += 1.0
+        replica.engine._membership._errors[0][0][0] += 1.0
     else:
-        c.engine._replica.state.use(kind, 0)[0] += 1.0
-    rounds = a.rounds[0] + 3
-    sentence = ending("c", lambda: min(a.rounds[0], b.rounds[0]) >= rounds, *members)
+        replica.engine._replica.state.use(kind, 0)[0] += 1.0
+
+
+def assert_named(sentence: str, kind: str) -> None:
     name = MEMORY[kind]
     assert f"other bits in the {name} of fragment 0: this computer's memory changed; nothing was sent" in sentence
-    assert_sound(tmp_path, a, b, **settings)
+
+
+@pytest.mark.parametrize("kind", ["velocity", "error", "sent error"])
+def test_a_replica_whose_memory_changed_ends(kind: str, tmp_path) -> None:
+    ours = Replica(str(tmp_path), name="ours", **FEEDBACK)
+    until(lambda: min(counted(ours)) >= 0, ours)
+    until(lambda: 0 in ours.engine._membership.in_flight, ours)
+    change_memory(ours, kind)
+    assert_named(ending("ours", lambda: True, ours), kind)
+
+
+def test_only_the_replica_whose_memory_changed_ends(tmp_path) -> None:
+    a, b, c = members = [Replica(str(tmp_path), name=name, **FEEDBACK) for name in "abc"]
+    until(lambda: min(min(counted(member)) for member in members) >= 0, *members)
+    change_memory(c, "outer")
+    rounds = a.rounds[0] + 3
+    assert_named(ending("c", lambda: min(a.rounds[0], b.rounds[0]) >= rounds, *members), "outer")
+    assert_sound(tmp_path, a, b, **FEEDBACK)
 
 
 def gives_other_bits(replica: Replica) -> None:
@@ -273,7 +285,7 @@ def test_a_flush_that_comes_too_late_is_said_and_may_be_repeated(tmp_path) -> No
     ):
         flushed = thread.submit(slow.engine.finish, flush=True)
         until(lambda: set(membership.in_flight) == set(range(P)), fast)
-        num_rounds = max(slow.rounds) + 8
+        num_rounds = max(slow.rounds) + 5
         until(lambda: min(fast.rounds) >= num_rounds, fast)
         may_upload.set()
         until(flushed.done, fast)
@@ -285,7 +297,7 @@ def test_a_flush_that_comes_too_late_is_said_and_may_be_repeated(tmp_path) -> No
     )
     assert re.search(rf"fragment 0 \(({reason}): finish\(flush=True\) sends it again\)", sentence), sentence
     # The others are so far ahead that a payload against slow's Θ would be too late again.
-    until(lambda: min(log.round for log in slow.exchange.state.fragments) > max(membership.rounds) + 8, fast)
+    until(lambda: min(log.round for log in slow.exchange.state.fragments) > max(membership.rounds) + 5, fast)
     slow.engine.finish(flush=True)
     assert not membership.uncounted_fragments()
     fast.finish()

@@ -28,7 +28,6 @@ from diloco.training.bridge import Region
 
 P, H, T = 3, 4, 14
 CASES = [
-    ("fp32", None, "gather"),
     ("e3m0", 0.5, "reduce_scatter:bf16"),
     ("sparseloco:block=64,k=8", 0.95, "gather"),
     ("pulse:density=0.3", 1.0, "reduce_scatter:bf16"),
@@ -237,7 +236,7 @@ def fail(folder: str, how: str) -> tuple[str, float]:
     rank = int(os.environ["DILOCO_REPLICA"])
     if rank == 2:
         replica = Replica(f"{folder}/run", name="b", num_replicas=2, patience=2)
-        while min(replica.engine._membership.rounds) < 5:
+        while min(replica.engine._membership.rounds) < 4:
             replica.step()
             time.sleep(0.004)
         replica.finish()
@@ -263,8 +262,6 @@ def _break(replica: Replica, how: str) -> None:
     linear = replica.model.blocks[1]
     if how == "not_finite":
         local(linear.weight)[0, 0] = float("nan")
-    elif how == "replaced":
-        linear.weight = nn.Parameter(linear.weight.detach().clone())
     elif how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "loaded":
@@ -277,10 +274,6 @@ ENDS = {
     "not_finite": (
         r"NonFiniteError: step ([789]|\d\d+): the outer gradient of blocks.1.weight",
         r"ExchangeError: process 0 of this replica failed: step ([789]|\d\d+): the outer gradient of blocks",
-    ),
-    "replaced": (
-        r"ExchangeError: process 1 of this replica failed: step ([789]|\d\d+): parameter blocks.1.weight",
-        r"UserError: step ([789]|\d\d+): parameter blocks.1.weight was replaced",
     ),
     "killed": ("ExchangeError: process 1 of this replica does not answer", None),
     "loaded": (

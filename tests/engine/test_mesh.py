@@ -100,6 +100,7 @@ def check_parts(kind: str, has_masters: bool) -> None:
     gathered_flat = [first.flat(p) for p in range(3)]
     if dist.get_rank() == 0:
         assert all(map(torch.equal, gathered_flat, expected))
+        assert first.spans == whole.spans and first.facts(gathered_flat) == whole.facts(expected)
     initial = {name: parameter.detach() for name, parameter in Model().named_parameters()}
     for parameters, vectors in ((own, flat), (first, gathered_flat)):
         named = parameters.all_named(vector_N * 3 for vector_N in vectors)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import diloco
 from diloco.exchange import connect as connecting
 from diloco.exchange import meeting
+from diloco.exchange.encrypted import tls
 from diloco.exchange.transport import Channel, Tag, share, wait_for_all
 
 CASE = Case(P=3, H=5, tau=2, wire="e3m0")
@@ -43,13 +44,13 @@ def test_replicas_of_one_process_train_as_in_a_process_group(case, num_replicas,
     assert set(connected) == set(grouped)
 
 
-def train_with_ddp(folder: str, leader: bool) -> tuple[str, float, int]:
+def train_with_ddp(folder: str) -> tuple[str, float]:
     """One of four processes: two sites of two, each with a group of its own for DDP."""
     number = int(os.environ["DILOCO_REPLICA"])
     replica, rank = divmod(number, 2)
     Path(folder, str(replica)).mkdir(parents=True, exist_ok=True)
     init_group(f"{folder}/{replica}", rank, 2)
-    exchange = diloco.connect(replica=replica, num_replicas=2, leader=leader, timeout_seconds=20)
+    exchange = diloco.connect(replica=replica, num_replicas=2, timeout_seconds=20)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
     engine = diloco.StreamingDiLoCo(
@@ -73,22 +74,20 @@ def train_with_ddp(folder: str, leader: bool) -> tuple[str, float, int]:
     mine = torch.tensor([p.detach().sum() for p in (model[0].weight, model[2].weight)])
     dist.all_gather(everyones, mine)
     assert torch.equal(*everyones), "the processes of a replica hold the same parameters"
-    return engine.outer_hash(), loss.item(), engine.bytes_sent
+    return engine.outer_hash(), loss.item()
 
 
 @pytest.mark.slow
 def test_two_sites_with_ddp_inside_train_one_model(tmp_path):
-    hashes = set()
-    for leader in (False, True):
-        folder = tmp_path / str(leader)
-        results = run_replicas(train_with_ddp, 4, str(folder), leader, joined=False)
-        hashes |= {digest for digest, _, _ in results}
-        assert all(loss < 1.0 for _, loss, _ in results), "the variance of the target is 8"
-    assert len(hashes) == 1
+    """With a leader, see tests/test_examples.py."""
+    results = run_replicas(train_with_ddp, 4, str(tmp_path), joined=False)
+    assert len({outer_hash for outer_hash, _ in results}) == 1
+    assert all(loss < 1.0 for _, loss in results), "the variance of the target is 8"
 
 
 def exchange_by_leaders(secret: str | None) -> None:
     """Payloads of three replicas of two processes: each pair of replicas has a length of its own."""
+    tls._COST["n"] = 1 << 10  # the tests of peers take the whole time
     replica, rank = divmod(int(os.environ["DILOCO_REPLICA"]), 2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     exchange = diloco.connect(replica=replica, num_replicas=3, leader=True, secret=secret, timeout_seconds=20)
@@ -157,7 +156,7 @@ def test_a_process_that_has_ended_is_named_by_its_leader(tmp_path):
 
 def connect_again(secret: str | None, leader: bool, first_to_close: int) -> set[str]:
     """Train, close, one replica later than the other, and train anew at the same address."""
-    hashes = set()
+    hashes, tls._COST["n"] = set(), 1 << 10
     for _ in range(2):
         exchange = diloco.connect(secret=secret, leader=leader, timeout_seconds=20)
         model = CASE.model()

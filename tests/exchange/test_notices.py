@@ -16,6 +16,7 @@ from torch import nn
 
 import diloco
 from diloco.exchange import notices
+from diloco.exchange.encrypted import tls
 from diloco.exchange.notices import Notices
 from diloco.exchange.process_group import Messages
 from diloco.exchange.transport import Channel, Tag, Transport
@@ -163,7 +164,7 @@ def test_the_processes_behind_a_leader_are_told_too():
 
 def end_amid_a_payload(secret: str | None) -> tuple[tuple[int, ...], str]:
     """The replicas that are missing when replica 1 ends, and a part of its payload has come; and the error."""
-    notices._SECONDS_BETWEEN_LOOKS = 0.05
+    notices._SECONDS_BETWEEN_LOOKS, tls._COST["n"] = 0.05, 1 << 10
     way = diloco.connect(timeout_seconds=TIMEOUT_SECONDS, secret=secret)
     payloads = {1 - way.replica: torch.ones(1 << 27, dtype=torch.uint8)}
     way.start({1 - way.replica: torch.ones(1, dtype=torch.uint8)}, Tag(Channel.PAYLOAD, 0, 1)).wait()

@@ -62,10 +62,9 @@ def any_exchange(timeout_seconds: float, **arguments: int) -> Transport:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_replicas", "num_connections"), [(2, 1), (3, 1), (2, 4), (3, 2)])
-def test_exchanges_in_flight_together_arrive_whole_in_whatever_order(num_replicas, num_connections):
-    answered = run_replicas(exchange_out_of_order, num_replicas, num_connections, LENGTHS)
-    assert answered == [set(range(num_replicas)) - {replica} for replica in range(num_replicas)]
+@pytest.mark.parametrize("num_connections", [1, 2])
+def test_exchanges_in_flight_together_arrive_whole_in_whatever_order(num_connections):
+    assert run_replicas(exchange_out_of_order, 3, num_connections, LENGTHS) == [{1, 2}, {0, 2}, {0, 1}]
 
 
 def connections_of(num_connections: int) -> tuple[int, list[int], list[int]]:
@@ -186,7 +185,7 @@ def wait_in_vain(absent: int, ending: str, folder: str) -> tuple[str, tuple[int,
     return str(caught.value), caught.value.missing
 
 
-@pytest.mark.parametrize("absent", [0, 1, 2])
+@pytest.mark.parametrize("absent", [0, 2])
 @pytest.mark.parametrize("ending", ["silent", "dies meanwhile", "dies before"])
 def test_an_absent_replica_is_named_within_the_time_limit(absent, ending, tmp_path):
     assert_named(absent, run_replicas(wait_in_vain, 3, absent, ending, str(tmp_path), mortal=(absent,)))

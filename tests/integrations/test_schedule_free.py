@@ -14,7 +14,6 @@ pytestmark = pytest.mark.slow
 
 OPTIMIZERS = {
     "adamw": lambda parameters: schedulefree.AdamWScheduleFree(parameters, lr=0.02),
-    "radam": lambda parameters: schedulefree.RAdamScheduleFree(parameters, lr=0.02, silent_sgd_phase=False),
     "sgd": lambda parameters: schedulefree.SGDScheduleFree(parameters, lr=0.5, momentum=0.8),
 }
 

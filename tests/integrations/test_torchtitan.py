@@ -210,37 +210,38 @@ def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
 
 
 def train_one_of_two(folder: str, replica: int, rank: int, ports: list[int]) -> dict[str, Any]:
-    """One of the two processes of a replica: with FSDP2 a run that resumes, then tensor parallelism."""
+    """One of the two processes of a replica: FSDP2, and a resume; then one replica with tensor parallelism."""
     os.environ |= {"DILOCO_REPLICA": str(replica), "MASTER_PORT": str(ports[replica])}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     folder = f"{folder}/fsdp-{replica}"
     meet_at(ports[2])
-    first = trainer_of(folder, "--training.local_batch_size=1", "--training.steps=9")
+    first = trainer_of(folder, "--training.local_batch_size=1", "--training.steps=7")
     batches = first.batch_generator(first.dataloader)
     for first.step in range(1, 6):  # a fragment is in flight then
         first.train_step(batches)
     first.checkpointer.interval = 5
     first.checkpointer.save(5)
-    for first.step in range(6, 10):
+    for first.step in range(6, 8):
         first.train_step(batches)
 
     meet_at(ports[3])
-    second = trainer_of(folder, "--training.local_batch_size=1", "--training.steps=9")
+    second = trainer_of(folder, "--training.local_batch_size=1", "--training.steps=7")
     second.train()
     shipped = {name: p.full_tensor() for name, p in second.model_parts[0].named_parameters()}
     outer = {name: value.full_tensor() for name, value in second.engine.outer_parameters().items()}
-
-    meet_at(ports[4])
+    results = {
+        "hashes": [first.engine.outer_hash(), second.engine.outer_hash()],
+        "in_place": parameters_hash(shipped) == parameters_hash(outer),
+        "losses": second.validator.losses,
+    }
+    if replica == 1:
+        return results
+    os.environ["DILOCO_NUM_REPLICAS"] = "1"  # of two processes
     flags = ["--parallelism.tensor_parallel_degree=2", "--checkpoint.no-enable", "--validator.no-enable"]
     tensor_parallel = trainer_of(folder, *flags, "--training.global_batch_size=2", "--training.steps=5")
     untrained = tensor_parallel.engine.outer_hash()
     tensor_parallel.train()
-    return {
-        "hashes": [first.engine.outer_hash(), second.engine.outer_hash()],
-        "in_place": parameters_hash(shipped) == parameters_hash(outer),
-        "losses": second.validator.losses,
-        "tensor_parallel": [untrained, tensor_parallel.engine.outer_hash()],
-    }
+    return results | {"tensor_parallel": [untrained, tensor_parallel.engine.outer_hash()]}
 
 
 def refuse_contradictions(folder: str) -> None:
@@ -263,7 +264,7 @@ def trained(tmp_path_factory) -> list[dict[str, Any]]:
     """The results of seven processes, which find torchtitan imported: to import it takes longer than to train."""
     if importlib.util.find_spec("torchtitan") is None:
         pytest.skip("torchtitan is not installed")
-    arguments = (str(tmp_path_factory.mktemp("replicas")), [free_port() for _ in range(9)])
+    arguments = (str(tmp_path_factory.mktemp("replicas")), [free_port() for _ in range(8)])
     return run_replicas(train, 7, *arguments, joined=False, timeout_seconds=150, imports=[ON_CPU])
 
 
@@ -278,11 +279,12 @@ def test_two_replicas_are_killed_and_resume(trained):
 
 def test_two_replicas_of_two_processes_train_with_tensor_parallelism_and_with_fsdp_resume(trained):
     results = trained[2:6]
+    untrained, outer_hash = results[0].pop("tensor_parallel")
+    assert results[1].pop("tensor_parallel") == [untrained, outer_hash] and untrained != outer_hash
     assert all(result == results[0] for result in results)
-    assert results[0]["in_place"] and len(results[0]["losses"]) == 2
+    assert results[0]["in_place"] and len(results[0]["losses"]) == 1
     first, resumed = results[0]["hashes"]
     assert first == resumed
-    assert len({*results[0]["tensor_parallel"]}) == 2, "it has trained, to the same bits in all four"
 
 
 def test_settings_that_contradict_the_engine_are_refused(trained):

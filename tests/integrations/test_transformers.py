@@ -352,8 +352,6 @@ def wrong_shapes(saved: dict[str, Any]) -> dict[str, Any]:
 DAMAGED: dict[str, tuple[Callable[[dict[str, Any], Path], Any], str]] = {
     "a hostile pickle": (lambda _, marker: hostile_pickle(marker), "can't be read .*it is damaged, or holds"),
     "a hostile object": (lambda saved, marker: saved | {"engine": Hostile(marker)}, "can't be read .*holds more"),
-    "rubbish": (lambda *_: b"x" * 100, "can't be read"),
-    "another dictionary": (lambda *_: {"a": 1}, "does not hold what this callback saves"),
     "no state": (lambda saved, _: saved | {"engine": 3}, "does not hold what this callback saves"),
     "an empty state": (lambda saved, _: saved | {"engine": {}}, "the state"),
     "wrong shapes": (lambda saved, _: wrong_shapes(saved), r"q_proj.weight is \(16, 1\)"),

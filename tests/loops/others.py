@@ -1,9 +1,7 @@
-"""Loops built as public training scripts of images, games and Accelerate are; diloco is added as the docs say."""
+"""Loops built as public training scripts of images and games are; diloco is added as the docs say."""
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,111 +77,6 @@ def imagenet(out_dir: Path, resume_from: int | None) -> Outcome:
     return outcome.after(engine)
 
 
-def dcgan(out_dir: Path, resume_from: int | None) -> Outcome:
-    """dcgan of pytorch/examples: two models and two optimizers, which step in turn."""
-    outcome = Outcome()
-    torch.manual_seed(0)
-    generator = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16))
-    discriminator = nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
-    optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=5e-3, betas=(0.5, 0.999))
-    optimizer_g = torch.optim.Adam(generator.parameters(), lr=2e-2, betas=(0.5, 0.999))
-    both = nn.ModuleDict({"generator": generator, "discriminator": discriminator})
-    engine = diloco.StreamingDiLoCo(both, fragments="whole", **TIMING, exchange=diloco.connect())
-    engine.attach(optimizer_g)
-    data = torch.Generator().manual_seed(replica())
-    criterion = nn.BCEWithLogitsLoss()
-    for _ in range(40):
-        real = images(data, 16)[0].flatten(1)
-        discriminator.zero_grad()
-        criterion(discriminator(real), torch.ones(16, 1)).backward()
-        fake = generator(torch.randn(16, 4, generator=data))
-        criterion(discriminator(fake.detach()), torch.zeros(16, 1)).backward()
-        optimizer_d.step()
-        generator.zero_grad()
-        criterion(discriminator(fake), torch.ones(16, 1)).backward()
-        optimizer_g.step()
-        outcome.losses.append((fake.mean(0) - real.mean(0)).abs().mean().item())
-    engine.finish()
-    engine.copy_outer_to_model()
-    outcome.common.append(generator(torch.ones(2, 4)).sum().item())
-    for name, model in both.items():
-        torch.save(model.state_dict(), out_dir / f"{name}.pth")
-    return outcome.after(engine)
-
-
-class Diffusion(nn.Module):
-    """A network that predicts noise, and its schedule in buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(nn.Linear(17, 64), nn.SiLU(), nn.Linear(64, 16))
-        self.register_buffer("kept", torch.linspace(0.99, 0.1, 10))
-
-    def forward(self, pixels: Tensor, data: torch.Generator) -> Tensor:
-        t = torch.randint(0, 10, (len(pixels),), generator=data)
-        kept, noise = self.kept[t][:, None], torch.randn(pixels.shape, generator=data)
-        noisy = kept.sqrt() * pixels + (1 - kept).sqrt() * noise
-        return F.mse_loss(self.model(torch.cat([noisy, t[:, None] / 10], 1)), noise)
-
-
-def diffusion(out_dir: Path, resume_from: int | None) -> Outcome:
-    """denoising-diffusion-pytorch's Trainer.
-
-    It is built, and perhaps loaded, before it trains; it accumulates, and keeps an exponential moving average of
-    the model, which is what it samples from and saves.
-    """
-
-    class Trainer:
-        def __init__(self, model: nn.Module) -> None:
-            self.model, self.step, self.data = model, 0, torch.Generator().manual_seed(replica())
-            self.optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.9, 0.99))
-            self.ema = copy.deepcopy(model).requires_grad_(False)
-            self.engine = diloco.StreamingDiLoCo(model, fragments="whole", **TIMING, exchange=diloco.connect())
-            self.engine.attach(self.optimizer)
-            self.engine.on_merge(self.update_ema)
-
-        def update_ema(self, names: tuple[str, ...]) -> None:
-            average, outer = dict(self.ema.named_parameters()), self.engine.outer_parameters()
-            for name in names:
-                average[name].lerp_(outer[name], 0.5)
-
-        def save(self) -> None:
-            state = {"step": self.step, "data": self.data.get_state()}
-            for name in ("model", "optimizer", "ema", "engine"):
-                state[name] = getattr(self, name).state_dict()
-            torch.save(state, out_dir / f"model-{self.step}.pt")
-
-        def load(self, milestone: int) -> None:
-            state = torch.load(out_dir / f"model-{milestone}.pt", weights_only=True)
-            self.step = state["step"]
-            self.data.set_state(state["data"])
-            for name in ("engine", "model", "optimizer", "ema"):
-                getattr(self, name).load_state_dict(state[name])
-
-        def train(self, num_steps: int) -> Iterator[float]:
-            while self.step < num_steps:
-                for _ in range(2):
-                    loss = self.model(images(self.data, 16)[0].flatten(1) - 3, self.data)
-                    (loss / 2).backward()
-                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self.step += 1
-                if self.step % 10 == 0:
-                    self.save()
-                yield loss.item()
-            self.engine.finish()
-
-    torch.manual_seed(0)
-    trainer = Trainer(Diffusion())
-    if resume_from is not None:
-        trainer.load(resume_from)
-    losses = list(trainer.train(40))
-    held_out = torch.Generator().manual_seed(99)
-    common = trainer.ema(images(held_out, 64)[0].flatten(1) - 3, held_out).item()
-    return Outcome(losses, [common]).after(trainer.engine)
-
-
 class Agent(nn.Module):
     """An actor and a critic."""
 
@@ -234,63 +127,3 @@ def ppo(out_dir: Path, resume_from: int | None) -> Outcome:
     engine.finish()
     assert num_optimizer_steps < 240, "some updates ended early"
     return outcome.after(engine)
-
-
-def complete_example(out_dir: Path, resume_from: int | None) -> Outcome:
-    """complete_cv_example of accelerate.
-
-    Epochs with a scheduler, accumulation by hand, a state that is saved at the end of each epoch and in its midst,
-    and a resume that skips the batches before.
-    """
-    from accelerate import Accelerator
-    from accelerate.utils import DataLoaderConfiguration, set_seed
-
-    from diloco.integrations.accelerate import DiLoCo
-
-    outcome = Outcome()
-    in_order = DataLoaderConfiguration(use_seedable_sampler=True)
-    accelerator: Any = Accelerator(cpu=True, dataloader_config=in_order)
-    dataset = torch.utils.data.TensorDataset(*images(torch.Generator().manual_seed(replica()), 96))
-    train_dataloader = torch.utils.data.DataLoader(dataset, 8, shuffle=True)
-    held_out = images(torch.Generator().manual_seed(99), 64)
-    set_seed(42)
-    model: Any = nn.Sequential(nn.Flatten(), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 24)
-    model, optimizer, train_dataloader, scheduler = accelerator.prepare(
-        model, optimizer, train_dataloader, scheduler
-    )
-
-    def build(model: nn.Module) -> diloco.StreamingDiLoCo:
-        return diloco.StreamingDiLoCo(model, fragments="whole", **TIMING, exchange=diloco.connect())
-
-    diloco_ = DiLoCo(accelerator=accelerator, model=model, build=build)
-    starting_epoch, resume_step = 0, 0
-    if resume_from is not None:
-        accelerator.load_state(out_dir / f"step_{resume_from}")
-        starting_epoch, resume_step = divmod(resume_from, len(train_dataloader))
-    overall_step = starting_epoch * len(train_dataloader)
-    with diloco_:
-        for epoch in range(starting_epoch, 4):
-            model.train()
-            train_dataloader.set_epoch(epoch)
-            batches = train_dataloader
-            if resume_step:
-                batches = accelerator.skip_first_batches(train_dataloader, resume_step)
-                overall_step, resume_step = overall_step + resume_step, 0
-            for pixels, labels in batches:
-                loss = F.cross_entropy(model(pixels - 3), labels)
-                accelerator.backward(loss / 2)
-                overall_step += 1
-                outcome.losses.append(loss.item())
-                if overall_step % 2 == 0:
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
-                if overall_step % 10 == 0 and resume_from is None:
-                    accelerator.save_state(out_dir / f"step_{overall_step}")
-            model.eval()
-            with diloco_.engine.outer_parameters_applied(), torch.no_grad():
-                outcome.common.append(F.cross_entropy(model(held_out[0] - 3), held_out[1]).item())
-    accelerator.save_model(model, out_dir / "model")
-    return outcome.after(diloco_.engine)

@@ -1,4 +1,4 @@
-"""Loops of ten public training scripts, rewritten small: what the docs tell their users to add is enough."""
+"""Loops of six public training scripts, rewritten small: what the docs tell their users to add is enough."""
 
 import os
 import warnings
@@ -7,23 +7,20 @@ from pathlib import Path
 
 import pytest
 from tests.integrations.jobs import meet_at
-from tests.loops.others import complete_example, dcgan, diffusion, imagenet, ppo
-from tests.loops.text import Outcome, lora, mingpt, nanochat, nanogpt, word_language_model
+from tests.loops.others import imagenet, ppo
+from tests.loops.text import Outcome, lora, nanochat, nanogpt, word_language_model
 from tests.ports import free_port
 from tests.processes import run_replicas
 
 Loop = Callable[[Path, int | None], Outcome]
-QUICK: dict[Loop, int | None] = {
+LOOPS: dict[Loop, int | None] = {
     nanogpt: 14,
-    mingpt: None,
+    nanochat: 10,
     word_language_model: None,
     lora: 1,
     imagenet: 1,
-    dcgan: None,
-    diffusion: 20,
     ppo: None,
 }
-SLOW: dict[Loop, int | None] = {nanochat: 10, complete_example: 30}
 """Each loop, and the step or epoch from whose checkpoint it is resumed, if its script can be."""
 
 
@@ -39,16 +36,17 @@ def run(loops: Sequence[tuple[Loop, int | None]], ports: Sequence[int], folder: 
     return outcomes
 
 
-def check(loops: dict[Loop, int | None], folder: Path, **arguments) -> None:
+@pytest.mark.slow
+def test_the_replicas_of_public_scripts_agree_and_resume(tmp_path):
     """Train with two replicas, and resume from the midst of training in processes of their own."""
 
     def outcomes(runs: list[tuple[Loop, int | None]]) -> dict[Loop, tuple[Outcome, Outcome]]:
         ports = [free_port() for _ in runs]
-        both = run_replicas(run, 2, runs, ports, str(folder), joined=False, **arguments)
+        both = run_replicas(run, 2, runs, ports, str(tmp_path), joined=False)
         return {loop: pair for (loop, _), *pair in zip(runs, *both, strict=True)}
 
-    undisturbed = outcomes([(loop, None) for loop in loops])
-    resumed = outcomes([(loop, resume_from) for loop, resume_from in loops.items() if resume_from is not None])
+    undisturbed = outcomes([(loop, None) for loop in LOOPS])
+    resumed = outcomes([(loop, resume_from) for loop, resume_from in LOOPS.items() if resume_from is not None])
     for loop, pair in undisturbed.items():
         first, second = pair
         assert first.outer_hash == second.outer_hash and first.common == second.common, (loop.__name__, pair)
@@ -60,14 +58,3 @@ def check(loops: dict[Loop, int | None], folder: Path, **arguments) -> None:
             assert after.outer_hash == before.outer_hash, loop.__name__
             assert after.losses == before.losses[-len(after.losses) :] != before.losses, loop.__name__
             assert after.common == before.common[-len(after.common) :], loop.__name__
-
-
-@pytest.mark.slow
-def test_the_replicas_of_public_scripts_agree_and_resume(tmp_path):
-    check(QUICK, tmp_path)
-
-
-@pytest.mark.slow
-def test_the_replicas_of_slower_scripts_agree_and_resume(tmp_path):
-    pytest.importorskip("accelerate")
-    check(SLOW, tmp_path, imports=["accelerate"])

@@ -6,8 +6,7 @@ Nothing of theirs is copied: kept is the order in which they make, load, wrap, e
 import itertools
 import math
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,50 +157,6 @@ def nanogpt(out_dir: Path, resume_from: int | None) -> Outcome:
     assert scaler.get_scale() == 2.0 ** (16 - replica()), "a step of replica 1 was skipped"
     engine.finish()
     return outcome.after(engine)
-
-
-def mingpt(out_dir: Path, resume_from: int | None) -> Outcome:
-    """minGPT's Trainer: one seed for all, the optimizer is made in `run`, and callbacks evaluate and save."""
-
-    class Trainer:
-        def __init__(self, model: nn.Module) -> None:
-            self.model, self.iter_num, self.callbacks = model, 0, defaultdict[str, list[Callable]](list)
-
-        def run(self, max_iters: int) -> None:
-            optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, betas=(0.9, 0.95))
-            self.engine = diloco.StreamingDiLoCo(self.model, **TIMING, exchange=diloco.connect())
-            self.engine.attach(optimizer)
-            torch.manual_seed(3407 + replica())
-            dataset = torch.utils.data.TensorDataset(*text(torch.default_generator, 64))
-            sampler = torch.utils.data.RandomSampler(dataset, replacement=True, num_samples=10**6)
-            loader = torch.utils.data.DataLoader(dataset, sampler=sampler, batch_size=8)
-            for batch in loader:
-                _, self.loss = self.model(*batch)
-                self.model.zero_grad(set_to_none=True)
-                self.loss.backward()
-                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-                optimizer.step()
-                for callback in self.callbacks["on_batch_end"]:
-                    callback(self)
-                self.iter_num += 1
-                if self.iter_num >= max_iters:
-                    break
-            self.engine.finish()
-
-    outcome = Outcome()
-
-    def on_batch_end(trainer: Trainer) -> None:
-        outcome.losses.append(trainer.loss.item())
-        if trainer.iter_num % 10 == 0:
-            with trainer.engine.outer_parameters_applied():
-                outcome.common.append(estimate_loss(trainer.model))
-                torch.save(trainer.model.state_dict(), out_dir / "model.pt")
-
-    torch.manual_seed(3407)
-    trainer = Trainer(GPT())
-    trainer.callbacks["on_batch_end"].append(on_batch_end)
-    trainer.run(24)
-    return outcome.after(trainer.engine)
 
 
 def nanochat(out_dir: Path, resume_from: int | None) -> Outcome:

@@ -15,13 +15,6 @@ def test_the_merge_is_the_equation_in_float32(seed, alpha):
     assert same_bits(Mixing(alpha).merge(torch.tensor(theta), torch.tensor(Theta), Past()), expected)
 
 
-@given(SEEDS)
-def test_a_merge_can_keep_all_or_nothing(seed):
-    theta, Theta = map(torch.tensor, vectors(seed, 2))
-    assert torch.equal(Mixing(1.0).merge(theta, Theta, Past()), theta)
-    assert torch.equal(Mixing(0.0).merge(theta, Theta, Past()), Theta)
-
-
 @pytest.mark.parametrize("alpha", [1.5, -0.1, float("nan")])
 def test_a_part_that_is_none_is_refused(alpha):
     with pytest.raises(UserError, match=f"mixing must lie between 0 and 1, not {alpha}"):

@@ -46,27 +46,6 @@ def test_the_outer_step_is_the_equation_in_float32(seed, eta, mu):
         assert same_bits(outer, Theta) and same_bits(velocity, v)
 
 
-@given(SEEDS, ETAS, MUS)
-def test_the_outer_step_is_torchs_nesterov(seed, eta, mu):
-    start, *deltas = (torch.tensor(vector).tanh() for vector in vectors(seed, 5))
-    parameter = torch.nn.Parameter(start.clone())
-    sgd = torch.optim.SGD([parameter], lr=eta, momentum=mu, nesterov=mu > 0)
-    outer, velocity = start, torch.zeros_like(start)
-    for delta in deltas:
-        parameter.grad = delta
-        sgd.step()
-        outer, velocity = Nesterov(lr=eta, momentum=mu).step(outer, velocity, delta)
-        torch.testing.assert_close(outer, parameter.detach(), rtol=1e-5, atol=1e-5)
-
-
-@given(SEEDS, st.integers(1, 5))
-def test_without_momentum_and_at_full_rate_outer_parameters_become_the_replicas_average(seed, num_replicas):
-    Theta, *thetas = (torch.tensor(vector).tanh() for vector in vectors(seed, 1 + num_replicas))
-    delta = sum(Theta - theta for theta in thetas) / num_replicas
-    outer, _ = Nesterov(lr=1.0, momentum=0.0).step(Theta, torch.zeros_like(Theta), delta)
-    torch.testing.assert_close(outer, torch.stack(thetas).mean(dim=0))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(SEEDS, st.integers(1, 7), ETAS, MUS, st.floats(0.0, 1.0))
 def test_an_outer_step_in_place_is_average_nesterov_and_merge(dtype, seed, num_replicas, eta, mu, alpha):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.errors import DisagreementError, ExchangeError, PayloadError
@@ -61,6 +61,7 @@ def averaged(spec: str, wire: str, deltas: dict[int, torch.Tensor], cohort: Coho
 
 
 @pytest.mark.parametrize("spec", ["gather", "reduce_scatter"])
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_elements=st.sampled_from([1, 5, 64]),
@@ -72,16 +73,6 @@ def test_the_average_is_weighted_by_the_cohort(spec, seed, num_elements, tokens)
     expected = sum(n * deltas[m].double() for m, n in tokens.items()) / sum(tokens.values())
     average = averaged(spec, "fp32", deltas, Cohort.weighted(tokens))
     torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("spec", ["gather", "reduce_scatter:bf16"])
-def test_equal_weights_give_the_bits_of_no_weights(spec):
-    deltas = {m: torch.randn(50) for m in range(3)}
-    weighted = Cohort.weighted(dict.fromkeys(range(3), 3000))
-    assert weighted == Cohort.equal(3)
-    expected = (deltas[0] + deltas[1] + deltas[2]) / torch.tensor(3.0)
-    average = averaged(spec, "fp32", deltas, weighted)
-    assert torch.equal(average, expected if spec == "gather" else expected.bfloat16().float())
 
 
 @pytest.mark.parametrize("spec", ["gather", "reduce_scatter"])
@@ -103,7 +94,7 @@ def test_a_damaged_payload_is_refused_with_its_sender(spec):
         reduction.average({0: payloads[0], 1: damaged}, torch.empty(6), Key(), cohort)
 
 
-@pytest.mark.parametrize("bases", [(5, 6), (5, 5), (5, 0), (0, 6)])
+@pytest.mark.parametrize("bases", [(5, 6), (5, 0), (0, 6)])
 @pytest.mark.parametrize("spec", ["gather", "reduce_scatter"])
 def test_outer_gradients_against_other_outer_parameters_are_refused_with_their_senders(spec, bases):
     reduction, cohort = reduction_of(spec, codec("e3m0")), Cohort.equal(4)
@@ -138,6 +129,7 @@ def test_an_average_draws_other_numbers_than_any_member():
     assert len(keys) == 12 and len(set(keys)) == 12
 
 
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_weighted_average_has_the_bits_of_its_definition(seed):
     """Each product rounded, then added in the order of the members, then divided."""

@@ -1,6 +1,5 @@
 """A rule and a merge rule of one's own, in the engine."""
 
-import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,17 +52,6 @@ class Halfway(MergeRule):
         return (theta_N + outer_N) / 2
 
 
-@dataclass(frozen=True)
-class Translation(Halfway):
-    """θ ← θ + Θ_new − Θ_old: what a replica has moved and not yet sent stays what it is."""
-
-    needs_previous = True
-
-    def merge(self, theta_N: torch.Tensor, outer_N: torch.Tensor, past: Past) -> torch.Tensor:
-        assert past.outer_N is not None
-        return theta_N + (outer_N - past.outer_N)
-
-
 def trained(case: Case, steps: int, **changes) -> tuple[diloco.StreamingDiLoCo, torch.nn.Module]:
     model = case.model()
     engine = case.engine(model, **changes)
@@ -88,49 +76,9 @@ def test_a_rule_without_momentum_is_plain_sgd(offload):
     assert not same(trained(case, 14), trained(case, 14, outer=HeavyBall(0.5, 0.5)))
 
 
-def test_an_eager_rule_ends_where_the_average_alone_would():
-    """One replica: its own outer gradient is the average, and Θ moves at the send instead of at the merge."""
-    case = Case(P=1, H=4, tau=2, mu=0.0, eta=0.5)
-    engine, model = trained(case, 4, outer=Eager(0.5, 0.0))
-    late, _ = trained(case, 4)
-    assert outer_of(engine).tobytes() != outer_of(late).tobytes()
-    for one, its_model in ((engine, model), (late, _)):
-        for t in (5, 6):
-            inner_step(its_model, 0, t)
-            one.step()
-    torch.testing.assert_close(torch.tensor(outer_of(engine)), torch.tensor(outer_of(late)))
-
-
-def test_a_rules_own_vectors_are_saved_and_loaded():
-    case = Case(P=2, H=4, tau=2)
-    rule = HeavyBall(0.4, 0.9)
-    engine, model = trained(case, 9, outer=rule)
-    state, parameters = copy.deepcopy(engine.state_dict()), copy.deepcopy(model.state_dict())
-    assert set(state["ball"]) == set(dict(model.named_parameters()))
-    fresh = case.model()
-    resumed = case.engine(fresh, outer=rule)
-    fresh.load_state_dict(parameters)
-    resumed.load_state_dict(state)
-    for t in range(10, 16):
-        for one, its_model in ((engine, model), (resumed, fresh)):
-            inner_step(its_model, 0, t)
-            one.step()
-    assert same((engine, model), (resumed, fresh))
-
-
 def test_a_merge_rule_decides_how_outer_parameters_enter():
     case = Case(P=2, H=4, alpha=0.5)
     assert same(trained(case, 13), trained(case, 13, mixing=Halfway()))
-
-
-def test_a_merge_rule_may_read_the_outer_parameters_from_before():
-    case = Case(P=1, H=4, T=4, tau=0)
-    engine, model = trained(case, 3, mixing=Translation())
-    inner_step(model, 0, 4)
-    theta, Theta = theta_of(model), outer_of(engine)
-    engine.step()
-    assert np.abs(outer_of(engine) - Theta).max() > 0.01
-    np.testing.assert_allclose(theta_of(model) - outer_of(engine), theta - Theta, atol=1e-6)
 
 
 class Twice(diloco.Nesterov):
@@ -211,13 +159,6 @@ def steps_with_deltas() -> list[bool]:
 def test_a_rule_may_read_the_outer_gradient_of_each_replica_and_find_each_parameter_in_it():
     for right in run_replicas(steps_with_deltas, 2):
         assert right == [True] * 8
-
-
-def test_a_rule_that_reads_outer_gradients_is_refused_where_no_replica_has_them():
-    with pytest.raises(
-        UserError, match=r"outer=Median reads the outer gradient of each .* combine=reduce_scatter"
-    ):
-        Case(combine="reduce_scatter").engine(Case().model(), outer=Median())
 
 
 def eager_outer_steps(combine: str, offload: bool) -> tuple[list[np.ndarray], list[np.ndarray], str]:

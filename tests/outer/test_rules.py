@@ -1,7 +1,6 @@
 """Every outer rule and merge rule against its equation in NumPy, on two processes; and their limits."""
 
-import os
-import signal
+import io
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -74,6 +73,8 @@ class Trained(NamedTuple):
     """θ before and after what the engine did at each inner step."""
     Thetas: list[np.ndarray]
     places: list[dict[str, Span]]
+    saved: io.BytesIO
+    """The state in the midst of a flight."""
 
 
 def vectors_of(flat: np.ndarray) -> list[np.ndarray]:
@@ -114,7 +115,12 @@ def engine_of(name: str, model):
 def trained(name: str) -> Trained:
     """A run with a rule."""
     engine = engine_of(name, model := CASE.model())
-    result = Trained([], [], [outer_of(engine)], places())
+    result = Trained([], [], [outer_of(engine)], places(), io.BytesIO())
+    advance(engine, model, SAVED, result)
+    state = {"engine": engine.state_dict(), "model": model.state_dict()}
+    assert state["engine"]["in_flight"]
+    torch.save(state, result.saved)
+    result.saved.seek(0)
     advance(engine, model, STEPS, result)
     engine.finish()
     return result
@@ -131,41 +137,24 @@ def runs() -> dict[str, list[Trained]]:
     return {name: [replica[name] for replica in replicas] for name in RULE_SPECS}
 
 
-def die(name: str, folder: Path) -> None:
-    """Save a state in the midst of a flight, train on, and be killed."""
-    engine = engine_of(name, model := CASE.model())
-    advance(engine, model, SAVED, result := Trained([], [], [], []))
-    state = {"engine": engine.state_dict(), "model": model.state_dict()}
-    assert state["engine"]["in_flight"]
-    torch.save(state, folder / f"{dist.get_rank()}.pt")
-    advance(engine, model, SAVED + 3, result)
-    dist.barrier()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def go_on(name: str, folder: Path) -> Trained:
-    """The rest of a run whose replicas were killed."""
-    engine = engine_of(name, model := CASE.model())
-    state = torch.load(folder / f"{dist.get_rank()}.pt")
-    model.load_state_dict(state["model"])
-    engine.load_state_dict(state["engine"])
-    advance(engine, model, STEPS, result := Trained([], [], [], []))
-    engine.finish()
-    return result
-
-
-def all_gone_on(folder: Path) -> dict[str, Trained]:
-    return {name: go_on(name, folder / name) for name in RULE_SPECS}
+def all_gone_on(saved: dict[str, list[io.BytesIO]]) -> dict[str, Trained]:
+    """The rest of each run, in another process."""
+    runs = {}
+    for name, states in saved.items():
+        engine = engine_of(name, model := CASE.model())
+        state = torch.load(states[dist.get_rank()])
+        model.load_state_dict(state["model"])
+        engine.load_state_dict(state["engine"])
+        advance(engine, model, STEPS, result := Trained([], [], [], [], io.BytesIO()))
+        engine.finish()
+        runs[name] = result
+    return runs
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory) -> dict[str, list[Trained]]:
-    """The same runs, whose replicas were killed, and go on from what they had saved."""
-    folder = tmp_path_factory.mktemp("killed")
-    for name in RULE_SPECS:
-        (folder / name).mkdir()
-        assert run_replicas(die, 2, name, folder / name, mortal=(0, 1)) == [None, None]
-    replicas = run_replicas(all_gone_on, 2, folder)
+def resumed(runs) -> dict[str, list[Trained]]:
+    """The same runs, gone on from what they had saved."""
+    replicas = run_replicas(all_gone_on, 2, {name: [run.saved for run in both] for name, both in runs.items()})
     return {name: [replica[name] for replica in replicas] for name in RULE_SPECS}
 
 
@@ -228,7 +217,7 @@ def test_each_outer_step_is_the_rules_equation(runs, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RULE_SPECS)
-def test_replicas_that_are_killed_go_on_from_their_states_bit_for_bit(runs, resumed, name):
+def test_new_processes_go_on_from_the_states_bit_for_bit(runs, resumed, name):
     for run, rest in zip(runs[name], resumed[name], strict=True):
         assert len(rest.Thetas) == STEPS - SAVED
         for kept, again in zip(run.Thetas[-len(rest.Thetas) :], rest.Thetas, strict=True):
@@ -389,10 +378,7 @@ def test_torchs_default_dtype_changes_no_bit(name):
     [
         ("restarted", 99),
         ("rda", 2),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("ties", 99), ("delayed_nesterov", 99), ("torch", 2))
-        ),
+        pytest.param("torch", 2, marks=pytest.mark.slow),
     ],
 )
 def test_in_a_store_the_replay_gives_the_outer_parameters_of_all_replicas(name, snapshot_rounds, tmp_path):
@@ -400,9 +386,9 @@ def test_in_a_store_the_replay_gives_the_outer_parameters_of_all_replicas(name, 
     outer = RULE_SPECS[name].replace(PLAIN, "blocks.1")
     rules = {"outer": outer, "snapshot_rounds": snapshot_rounds}
     replicas = [Replica(str(tmp_path), name=each, **rules) for each in "ab"]
-    until(lambda: min(replicas[0].rounds) >= 4, *replicas)
+    until(lambda: min(replicas[0].rounds) >= 3, *replicas)
     replicas.append(Replica(str(tmp_path), name="c", **rules))
-    until(lambda: min(min(replica.rounds) for replica in replicas) >= 6, *replicas)
+    until(lambda: min(min(replica.rounds) for replica in replicas) >= 5, *replicas)
     for replica in replicas:
         replica.vanish()
     replay = replayed(str(tmp_path), initial=lambda facts: dict(new_model().named_parameters()))
@@ -423,7 +409,7 @@ def test_in_a_store_the_momentum_restarts_where_by_half_others_are_active(tmp_pa
     replicas = []
     for name in "abcd":
         replicas.append(Replica(str(tmp_path), name=name, **rules))
-        rounds = max(replicas[0].rounds) + 3
+        rounds = max(replicas[0].rounds) + 2
         until(lambda rounds=rounds: min(min(replica.rounds) for replica in replicas) >= rounds, *replicas)
     for replica in replicas:
         replica.vanish()
@@ -434,7 +420,7 @@ def test_in_a_store_the_momentum_restarts_where_by_half_others_are_active(tmp_pa
         for p, outer_p in enumerate(replica.outer()):
             np.testing.assert_array_equal(outer_p, run.outer[p][replica.rounds[p]])
     replay = replayed(str(tmp_path), initial=lambda facts: dict(new_model().named_parameters()))
-    assert replay.checked.steps == replay.checked.rounds > 30 and len(first_rounds) == 2 * len(theta0())
+    assert replay.checked.steps == replay.checked.rounds > 20 and len(first_rounds) == 2 * len(theta0())
 
 
 def rounds_after(folder: Path, number: int) -> list[tuple[int, list[int]]]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.errors import PayloadError
@@ -20,6 +20,7 @@ def test_shares_are_a_partition_filled_up_with_zeros(num_elements, num_shares):
     assert torch.equal(joined[:num_elements], vector_N) and not joined[num_elements:].any()
 
 
+@settings(max_examples=40)
 @given(num_elements=st.integers(1, 40), num_shares=st.integers(1, 12), seed=st.integers(0, 2**32 - 1))
 def test_the_average_of_shares_is_the_average_of_the_whole(num_elements, num_shares, seed):
     """In fp32, any number of shares, and any members."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.engine.cases import Case, inner_step, theta_of
+from tests.engine.cases import Case
 
 import diloco
 from diloco.outer.averages import Average
@@ -148,26 +148,3 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
     other = case.engine(case.model(), exchange=diloco.LoopbackExchange(), outer=torch.optim.RAdam)
     with pytest.raises(diloco.UserError, match="outer_rule"):
         other.load_state_dict(engine.state_dict())
-
-
-def trained(case: Case, outer: object) -> tuple[bytes, dict]:
-    model = case.model()
-    engine = case.engine(model, exchange=diloco.LoopbackExchange(), outer=outer)
-    for t in range(1, case.T + 1):
-        inner_step(model, 0, t)
-        engine.step()
-        if t == case.T // 2 + 1:
-            state = engine.state_dict()
-            again = case.engine(model, exchange=diloco.LoopbackExchange(), outer=outer)
-            again.load_state_dict(state)
-            engine = again
-    engine.finish()
-    return theta_of(model).tobytes(), engine.settings.facts(1)
-
-
-def test_an_engine_runs_an_optimizer_and_resumes_it() -> None:
-    case = Case()
-    nesterov = torch.optim.SGD([torch.zeros(1)], lr=case.eta, momentum=case.mu, nesterov=True)
-    assert trained(case, nesterov)[0] == trained(case, None)[0]
-    theta, facts = trained(case, torch.optim.Adam)
-    assert theta != trained(case, None)[0] and facts["outer rule's class"] == "torch.optim.adam.Adam"

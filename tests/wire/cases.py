@@ -19,7 +19,8 @@ INTEGERS = ["int8", "int4", "int2"]
 BLOCKS = SCALED_FLOATS + INTEGERS
 SPARSE = ["topk", "feddropout", "dare", "sparseloco", "pulse"]
 NAMES = UNSCALED + BLOCKS + SPARSE
-BLOCK_SPECS = BLOCKS + [f"{name}:block={(8, 640)[number % 2]}" for number, name in enumerate(BLOCKS)]
+OTHER_BLOCKS = [f"{name}:block={(8, 640)[number % 2]}" for number, name in enumerate(BLOCKS)]
+BLOCK_SPECS = BLOCKS + OTHER_BLOCKS
 STOCHASTIC_SPECS = [f"{name}:stochastic=true" for name in BLOCKS]
 SPARSE_SPECS = [f"topk:density=0.3,values={values}" for values in ("fp32", "bf16", "int4")]
 SPARSE_SPECS += ["feddropout:density=0.3,values=bf16", "dare:density=0.3,values=int4"]

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from tests.wire import reference
 from tests.wire.cases import (
-    BLOCK_SPECS,
     IMPLEMENTATIONS,
     INTEGERS,
     KEYS,
     NAMES,
+    OTHER_BLOCKS,
     SCALED_FLOATS,
     SPARSE_SPECS,
     SPECS,
@@ -54,7 +54,7 @@ def test_the_conformance_vectors(how, wire):
 
 @pytest.mark.parametrize(
     ("spec", "how"),
-    [(spec, "native") for spec in SPECS] + [(spec, "torch") for spec in UNSCALED + BLOCK_SPECS + SPARSE_SPECS],
+    [(spec, "native") for spec in SPECS] + [(spec, "torch") for spec in UNSCALED + OTHER_BLOCKS + SPARSE_SPECS],
 )
 @settings(max_examples=25)
 @given(vector=vectors(), key=KEYS)
