@@ -277,7 +277,7 @@ def test_two_replicas_are_killed_and_resume(trained):
     assert len(first["losses"]) == 1 and first["losses"] == second["losses"], "the replicas share Θ"
 
 
-def test_two_replicas_of_two_processes_train_with_tensor_parallelism_and_with_fsdp_resume(trained):
+def test_two_replicas_with_fsdp_resume_and_one_trains_with_tensor_parallelism(trained):
     results = trained[2:6]
     untrained, outer_hash = results[0].pop("tensor_parallel")
     assert results[1].pop("tensor_parallel") == [untrained, outer_hash] and untrained != outer_hash

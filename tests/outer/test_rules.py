@@ -378,7 +378,10 @@ def test_torchs_default_dtype_changes_no_bit(name):
     [
         ("restarted", 99),
         ("rda", 2),
-        pytest.param("torch", 2, marks=pytest.mark.slow),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("ties", 99), ("delayed_nesterov", 99), ("torch", 2))
+        ),
     ],
 )
 def test_in_a_store_the_replay_gives_the_outer_parameters_of_all_replicas(name, snapshot_rounds, tmp_path):
