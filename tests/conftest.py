@@ -98,8 +98,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One test process more than there are cores: a quarter of the time, a test waits for sockets or seconds."""
-    return num_cores() + 1
+    """Two test processes more than there are cores: a third of the time, a test waits for sockets or seconds."""
+    return num_cores() + 2
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

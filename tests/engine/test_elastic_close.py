@@ -254,12 +254,19 @@ def test_a_replica_that_died_does_not_hold_up_the_end_for_long_and_is_named(tmp_
     until(lambda: any(number not in log_thread.inbox.here[p] for p in [*log_thread.outbox.offers]), ours)
     assert ours.exchange.state.is_active(dead.exchange.replica)
     monkeypatch.setattr(store_rendezvous, "SECONDS_OF_SILENCE", 0.05)
-    started = time.monotonic()
+    log_thread._pace = replace(log_thread._pace, close_seconds=10.0)
     with caplog.at_level(logging.WARNING, "diloco"):
-        ours.engine.finish(close=True)
-    assert ours.exchange.is_closed and time.monotonic() - started < 10
+        ending = threading.Thread(target=ours.engine.finish, kwargs={"close": True})
+        ending.start()
+        while log_thread._closes_at is None:
+            assert ending.is_alive()
+            time.sleep(0.01)
+        awaited, until_when = log_thread.awaited(-1)
+        assert awaited == "dead before this replica closes the run" and until_when <= time.monotonic() + 10
+        log_thread._closes_at = 0.0  # those seconds are over
+        ending.join(9)
+    assert ours.exchange.is_closed
     assert re.search(r"waiting for the outer gradient of fragment \d from dead, up to 0 s more", caplog.text)
-    assert "waiting for dead before this replica closes the run, up to 0 s more" in caplog.text
     ours.exchange.leave()
     assert ours.engine.outer_hash() == parameters_hash(replay_of(tmp_path).parameters())
 
