@@ -326,12 +326,19 @@ def test_a_checkpoint_resumes_without_telling_work_twice(when: str, tmp_path) ->
     resumed = Replica(str(tmp_path), name="ours", overlap_steps=tau)
     resumed.model.load_state_dict(theta)
     resumed.engine.load_state_dict(state)
+    uncounted_tokens = resumed.engine._membership.uncounted_tokens
     resumed.engine.step()  # an inner step without progress
     pairs = {(c["fragment"], c["seq"]) for c in replayed(tmp_path, theta0()).contributions if c["replica"] == 0}
     are_counted = [when == "counted_since" or (p, pending.get(p)) in pairs for p in range(P)]
     assert are_counted[0] == (when != "nothing_counted_since")
     for uncounted_p, then_p, is_counted in zip(uncounted(resumed), uncounted_then, are_counted, strict=True):
         np.testing.assert_allclose(uncounted_p, 0 * then_p if is_counted else then_p, atol=1e-6)
+    rest = [
+        state["tokens"] - n
+        for (n, _), is_counted in zip(state["counted"], are_counted, strict=True)
+        if not is_counted
+    ]
+    assert uncounted_tokens == resumed.engine._membership.uncounted_tokens == sum(rest) / P
     resumed.finish()
 
 

@@ -262,6 +262,8 @@ def _break(replica: Replica, how: str) -> None:
     linear = replica.model.blocks[1]
     if how == "not_finite":
         local(linear.weight)[0, 0] = float("nan")
+    elif how == "replaced":
+        linear.weight = nn.Parameter(linear.weight.detach().clone())
     elif how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "loaded":
@@ -274,6 +276,10 @@ ENDS = {
     "not_finite": (
         r"NonFiniteError: step ([789]|\d\d+): the outer gradient of blocks.1.weight",
         r"ExchangeError: process 0 of this replica failed: step ([789]|\d\d+): the outer gradient of blocks",
+    ),
+    "replaced": (
+        r"ExchangeError: process 1 of this replica failed: step ([789]|\d\d+): parameter blocks.1.weight",
+        r"UserError: step ([789]|\d\d+): parameter blocks.1.weight was replaced",
     ),
     "killed": ("ExchangeError: process 1 of this replica does not answer", None),
     "loaded": (

@@ -380,14 +380,14 @@ def test_torchs_default_dtype_changes_no_bit(name):
         ("rda", 2),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("ties", 99), ("delayed_nesterov", 99), ("torch", 2))
+            for each in (("ties", 99), ("delayed_nesterov", 99), ("torch", 2), ("sgd", 2), ("decayed", 99))
         ),
     ],
 )
 def test_in_a_store_the_replay_gives_the_outer_parameters_of_all_replicas(name, snapshot_rounds, tmp_path):
     """A replica joins from a snapshot of Θ and all slots, or without one takes all rounds, as the replay does."""
     outer = RULE_SPECS[name].replace(PLAIN, "blocks.1")
-    rules = {"outer": outer, "snapshot_rounds": snapshot_rounds}
+    rules = {"outer": outer, "snapshot_rounds": snapshot_rounds, "wire": "e3m0"}
     replicas = [Replica(str(tmp_path), name=each, **rules) for each in "ab"]
     until(lambda: min(replicas[0].rounds) >= 3, *replicas)
     replicas.append(Replica(str(tmp_path), name="c", **rules))

@@ -138,6 +138,19 @@ def made_up(seed: int = 0) -> tuple[list[float], list[int], list[float]]:
     return list(n), list(m), list(y)
 
 
+@pytest.mark.parametrize("name", list(FORMS))
+def test_derivatives_are_those_of_the_form(name):
+    form = FORMS[name]
+    c = np.array(
+        [{"log A": 1.2, "α": -0.35, "log B": -4.0, "β": 0.05, "C": 1.5}[symbol] for symbol in form.ranges]
+    )
+    n, m = np.array([35e6, 300e6]), np.array([2.0, 4.0])
+    for index, derivative in enumerate(form.evaluate(c, n, m)[1]):
+        step = 1e-6 * np.eye(len(c))[index]
+        slope = (form.predict(c + step, n, m) - form.predict(c - step, n, m)) / 2e-6
+        assert derivative == pytest.approx(slope, rel=1e-5)
+
+
 def test_an_outlier_hardly_moves_a_huber_fit_and_the_largest_size_is_not_fitted(few_starts):
     n, m, loss = made_up()
     form, expected = FORMS["product"], fit_parametric(FORMS["product"], n, m, loss)

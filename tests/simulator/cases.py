@@ -13,18 +13,17 @@ from diloco.simulator.physical import PhysicalModel
 
 
 @st.composite
-def models(draw, methods=METHODS[1:]) -> PhysicalModel:
-    """Small models with everything that can differ between replicas."""
+def models(draw) -> PhysicalModel:
+    """Small models of the methods with outer steps, and everything that can differ between replicas."""
     num_replicas = draw(st.integers(1, 4))
-    method, num_layers = draw(st.sampled_from(methods)), draw(st.integers(1, 6))
+    method, num_layers = draw(st.sampled_from(METHODS[1:])), draw(st.integers(1, 6))
     sync_every = draw(st.integers(2, 9))
     overlap = st.integers(0, sync_every - 1)
-    reduces = method == "data_parallel"
     settings = MethodSettings(
         method=method,
         sync_every=sync_every,
         layers_per_fragment=draw(st.integers(1, num_layers)),
-        overlap_steps=None if reduces else tuple(draw(overlap) for _ in range(num_replicas)),
+        overlap_steps=tuple(draw(overlap) for _ in range(num_replicas)),
     )
     return PhysicalModel(
         settings=settings,
@@ -37,10 +36,8 @@ def models(draw, methods=METHODS[1:]) -> PhysicalModel:
             )
             for _ in range(num_replicas)
         ],
-        wire=draw(st.sampled_from(["fp32", "bf16" if reduces else "e3m0"])),
-        combine="gather"
-        if reduces
-        else draw(st.sampled_from(["gather", "reduce_scatter", "reduce_scatter:bf16"])),
+        wire=draw(st.sampled_from(["fp32", "e3m0"])),
+        combine=draw(st.sampled_from(["gather", "reduce_scatter", "reduce_scatter:bf16"])),
     )
 
 
