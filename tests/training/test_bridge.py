@@ -177,6 +177,8 @@ def test_a_region_alone_goes_its_own_way_also_where_its_bridge_has_lost_its_note
     assert max(moves) > 0.5 and all(c["norm"] < 1e-5 for c in shifts(tmp_path, "eu")), "its Θ is the outer Θ"
     vanish(bridge)
     until_all_move(lambda: replica.rounds, replica)
+    time.sleep(0.1)  # the last offer is there
+    until(lambda: not replica.exchange._seated.log_thread.outbox.offers)  # so that Θ moves by the shift alone
     for note in (tmp_path / "notes" / "eu").iterdir():
         note.unlink()
     again = bridge_of(tmp_path, "eu", between=PLAIN)
