@@ -26,7 +26,6 @@ def measurements(place: Place) -> Measurements:
         for scale in (SCALES if not place.dry else SCALES[:1])
         for compiled in (True, False)
         for name, kind in kinds.items()
-        if not (place.dry and compiled and name != "ours")
     }
 
 

@@ -33,7 +33,7 @@ def measurements(place: Place) -> Measurements:
         "engine.step(), offload": partial(_engine, place, offload=True),
         "a step of the trainer": partial(_trainer, place),
         "gaps": partial(_gaps, place, compiled=False),
-        **({} if place.dry else {"gaps, compiled": partial(_gaps, place, compiled=True)}),
+        "gaps, compiled": partial(_gaps, place, compiled=True),
         "Data-Parallel of one process beside a plain loop": partial(_beside_a_plain_loop, place),
     }
 

@@ -10,12 +10,12 @@ from .scripts import end_of, run
 pytestmark = pytest.mark.slow
 PIECES = {
     "bits": 33,
-    "waits": 5,
+    "waits": 6,
     "wire": 17,
     "loss": 5,
     "sync": 5,
     "exchange": 2,
-    "throughput": 4,
+    "throughput": 6,
     "jobs": 4,
     "suite": 1,
 }
