@@ -67,7 +67,7 @@ def test_only_finished_runs_are_tabulated(capsys, tmp_path):
     # A run that took place on another machine left its result; a failed run is not finished.
     counts = dict.fromkeys(("num_params", "num_tokens", "num_steps"), 1)
     losses = {"eval_loss": 1.0, "eval_standard_error": None, "eval_bits_per_byte": 1.0}
-    sent = {"bytes_sent_per_replica": 0, "data_parallel_bytes_per_replica": 0, "outer_hash": ""}
+    sent = {"bytes_sent_per_replica": 0, "data_parallel_bytes_per_replica": 0, "outer_hash": "", "precision": ""}
     for job, result in (
         (jobs[0], {"summary": counts | losses | sent, "evaluated": {}}),
         (jobs[2], {"failed": "no"}),

@@ -107,4 +107,4 @@ def summary(**values: Any) -> dict[str, Any]:
     """A run's summary, as far as rows need it."""
     names = ("eval_standard_error", "eval_bits_per_byte", "num_params")
     numbers = dict.fromkeys((*names, "bytes_sent_per_replica", "data_parallel_bytes_per_replica"), 1)
-    return {**numbers, "outer_hash": "1"} | values
+    return {**numbers, "outer_hash": "1", "precision": "fp32"} | values

@@ -53,6 +53,22 @@ def test_a_grid_goes_on_from_its_rows_alone(small_corpus, tmp_path):
     assert len(machine.jobs) == 1
 
 
+def test_two_precisions_of_auto_are_not_compared(small_corpus, tmp_path):
+    one, _, two, _ = labelled_runs(small_corpus, tmp_path)
+    (row,) = rows_of([one], tmp_path / "runs", FakeMachine())
+    (tmp_path / "runs" / row["run"] / "result.json").unlink()
+    adopt([{**row, "precision": "bf16"}], tmp_path / "runs")
+    with pytest.raises(
+        UserError, match=rf"auto was bf16 on the machine of {row['run']}, and fp32 on that of run-"
+    ):
+        rows_of([one, two], tmp_path / "runs", FakeMachine())
+    asked_for = replace(two, config=replace(two.config, precision="fp32"))
+    assert [row["precision"] for row in rows_of([one, asked_for], tmp_path / "runs", FakeMachine())] == [
+        "bf16",
+        "fp32",
+    ]
+
+
 def test_a_row_counts_for_a_grid_that_asks_for_no_more_than_it_has(small_corpus, tmp_path):
     runs, task = labelled_runs(small_corpus, tmp_path)[2:3], tmp_path / "task.jsonl"
     task.write_text("a question")

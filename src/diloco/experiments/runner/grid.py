@@ -142,11 +142,33 @@ def _rows(
     runs: Sequence[LabelledRun], jobs: Sequence[Job], results: Mapping[Path, dict[str, Any]]
 ) -> list[dict[str, Any]]:
     measured = {job.directory: columns(results[job.directory], job) for job in jobs if job.directory in results}
+    _refuse_two_precisions(jobs, measured)
     return [
         {**run.labels, "run": job.config.name, **measured[job.directory]}
         for run, job in zip(runs, jobs, strict=True)
         if job.directory in measured
     ]
+
+
+def _refuse_two_precisions(jobs: Sequence[Job], measured: Mapping[Path, Mapping[str, Any]]) -> None:
+    """Stop a grid whose machines are of two kinds, for which precision=auto is not the same.
+
+    Raises:
+        UserError: with a run of each.
+    """
+    names: dict[str, str] = {}
+    for job in jobs:
+        taken = measured.get(job.directory, {}).get("precision")
+        if taken and job.config.precision == "auto":
+            names.setdefault(taken, job.config.name)
+    if len(names) > 1:
+        (one, name), (other, another), *_ = names.items()
+        raise UserError(
+            f"precision=auto was {one} on the machine of {name}, and {other} on that of {another}, so that their "
+            "losses can't be compared: set precision for all runs, with another output, or delete the directories "
+            f"of one kind in {jobs[0].directory.parent}",
+            "precision",
+        )
 
 
 def make_job(

@@ -74,6 +74,7 @@ _OF_THE_SUMMARY = (
     "bytes_sent_per_replica",
     "data_parallel_bytes_per_replica",
     "outer_hash",
+    "precision",
 )
 
 
