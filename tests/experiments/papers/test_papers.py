@@ -137,7 +137,8 @@ EFFECTS = {
     ),
     "sweep": (tuned_gap, lambda r: 0.2 * (r["replicas"] > 0)),
     **dict.fromkeys(
-        ("rules", "few_outer_steps"), tuple(partial(of_rule, claims=claims) for claims in ("holds", "fails"))
+        ("rules", "many_outer_steps", "few_outer_steps"),
+        tuple(partial(of_rule, claims=claims) for claims in ("holds", "fails")),
     ),
     "inner_optimizers": (
         lambda r: -MUON[r["replicas"]] * (r["optimizer"] == "muon"),
@@ -148,7 +149,10 @@ EFFECTS = {
 }
 # The verdicts that are no plain "agrees" and "disagrees".
 VERDICTS = {
-    "rules": tuple("; ".join(f"{name}: {answer}" for name in CLAIMED) for answer in ("agrees", "disagrees")),
+    **dict.fromkeys(
+        ("rules", "many_outer_steps"),
+        tuple("; ".join(f"{name}: {answer}" for name in CLAIMED) for answer in ("agrees", "disagrees")),
+    ),
     # One value of M says nothing of another's best η.
     "few_outer_steps": tuple(
         "; ".join(f"{name}: {'cannot tell' if name == 'rda' else answer}" for name in CLAIMED)

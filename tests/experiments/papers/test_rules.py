@@ -57,7 +57,7 @@ def test_every_rule_and_optimizer_trains_and_has_its_place_in_table_and_figure(
         },
     )
     inner = InnerGrid(base=base, replicas=(1, 4), optimizers=("adamw", "muon"), rates=(1,))
-    comparisons = Comparisons(rules=grid, few_outer_steps=grid, inner_optimizers=inner)
+    comparisons = Comparisons(rules=grid, many_outer_steps=grid, few_outer_steps=grid, inner_optimizers=inner)
     one = experiment(name, replace(tier, comparisons=comparisons, seeds=(0,)))
     *_, rows = run_grid(one.runs, tmp_path / "runs", LocalMachine(4))
     assert [row.get("failed") for row in rows] == [None] * len(one.runs)

@@ -41,6 +41,11 @@ def rules(tier: Tier) -> Experiment:
     return _comparison("rules", tier, tier.comparisons.rules)
 
 
+def many_outer_steps(tier: Tier) -> Experiment:
+    """The same in 133 outer steps, with H = 30."""
+    return _comparison("many_outer_steps", tier, tier.comparisons.many_outer_steps)
+
+
 def few_outer_steps(tier: Tier) -> Experiment:
     """The same in 17 outer steps, of two replicas."""
     return _comparison("few_outer_steps", tier, tier.comparisons.few_outer_steps)
@@ -300,4 +305,4 @@ def _over_baseline(rows: Sequence[Row], optimizer: str, replicas: int) -> Change
     return change(chosen(rows, optimizer=optimizer), {"replicas": replicas}, {"replicas": 0})
 
 
-EXPERIMENTS = (rules, few_outer_steps, inner_optimizers)
+EXPERIMENTS = (rules, many_outer_steps, few_outer_steps, inner_optimizers)

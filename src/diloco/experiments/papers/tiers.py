@@ -113,6 +113,8 @@ class Comparisons:
 
     rules: RulesGrid
     """As many steps as the papers' smallest runs have."""
+    many_outer_steps: RulesGrid
+    """The same rules in 133 outer steps."""
     few_outer_steps: RulesGrid
     """The same rules in 17 outer steps."""
     inner_optimizers: InnerGrid
@@ -287,6 +289,7 @@ def _small_comparisons(base: TrainConfig) -> Comparisons:
     longer = _longer(base)
     return Comparisons(
         rules=_rules_grid(longer),
+        many_outer_steps=_rules_grid(_smaller_batch(base), sync_everies=(30,)),
         few_outer_steps=_rules_grid(_shorter(base), replicas=(2,), sync_everies=(30,)),
         inner_optimizers=_inner_grid(longer),
     )
@@ -300,6 +303,12 @@ def _longer(base: TrainConfig) -> TrainConfig:
     model = DecoderConfig(num_layers=6, num_heads=2, width=128)
     optimizer = replace(base.optimizer, learning_rate=0.00141)
     return replace(base, model=model, optimizer=optimizer, global_batch=8, num_tokens=7200 * 8 * 128)
+
+
+def _smaller_batch(base: TrainConfig) -> TrainConfig:
+    """The same tokens in 4,008 steps of a quarter of the batch, at half the learning rate."""
+    optimizer = replace(base.optimizer, learning_rate=base.optimizer.learning_rate * 0.5)
+    return replace(base, optimizer=optimizer, global_batch=base.global_batch // 4)
 
 
 def _shorter(base: TrainConfig) -> TrainConfig:
@@ -353,9 +362,10 @@ def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
     dolma = replace(text, train=text.train if corpus else DOLMA)
     sizes = {name: _of_streaming(scale, num_tokens, text) for name, scale, num_tokens in _ARCHITECTURES}
     smallest = sizes["35M"]
-    short = replace(smallest, num_tokens=512 * smallest.tokens_per_step)
+    short, halfway = (replace(smallest, num_tokens=steps * smallest.tokens_per_step) for steps in (512, 4000))
     comparisons = Comparisons(
         rules=_rules_grid(smallest),
+        many_outer_steps=_rules_grid(halfway, sync_everies=(30,)),
         few_outer_steps=_rules_grid(short, replicas=(2,), sync_everies=(30,)),
         inner_optimizers=_inner_grid(sizes["100M"]),
     )
