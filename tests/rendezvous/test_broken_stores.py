@@ -42,10 +42,10 @@ def end_of(replica: Replica, seconds: float = 20.0) -> str:
 
 
 def quiet(url: Path) -> list[str]:
-    """The names in the log, once nobody writes to it."""
+    """The names in the log, once nobody has written to it for half a second."""
     names: list[str] = []
     while names != (names := entries(url)):
-        time.sleep(0.1)
+        time.sleep(0.5)
     return names
 
 
@@ -181,7 +181,7 @@ def test_a_store_that_says_both_exists_and_absent_is_an_outage(tmp_path: Path, m
     monkeypatch.setattr("diloco.rendezvous.store._SECONDS_TO_WARNING", 0.0)
     ours = Replica(str(tmp_path), max_local_steps=100)
     until(lambda: min(counted(ours)) >= 0, ours)
-    put, number = Store._put, int(quiet(tmp_path)[-1]) + 1
+    put = Store._put
 
     async def exists(self, name: str, parts):
         if name.startswith("log/"):
@@ -191,6 +191,7 @@ def test_a_store_that_says_both_exists_and_absent_is_an_outage(tmp_path: Path, m
     monkeypatch.setattr(Store, "_put", exists)
     with caplog.at_level(logging.WARNING, "diloco"):
         sentence = end_of(ours)
+    number = int(entries(tmp_path)[-1]) + 1
     reason = "the store says that it exists, and then that it does not"
     assert f"can't create {ENTRY.name(number)} in {tmp_path}: {reason}" in sentence
     assert "101 inner steps, more than max_local_steps=100" in sentence
