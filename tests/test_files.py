@@ -41,7 +41,7 @@ def full_disk(tmp_path):
         pytest.skip("a file system can't be mounted here")
     (place / "other").write_bytes(bytes(32 << 10))
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def test_a_file_is_whole_or_absent(tmp_path):

@@ -91,4 +91,4 @@ def test_a_directory_that_is_full_or_read_only(options: str, sentence: str, tmp_
         error = capsys.readouterr().err
         assert sentence in error and str(tmp_path) in error and error.count("\n") == 1
     finally:
-        subprocess.run(["umount", tmp_path], check=True)
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)

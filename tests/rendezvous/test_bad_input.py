@@ -37,7 +37,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
     yield mount
     if is_mounted:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def test_a_read_only_directory_is_refused(small_disk: Callable[[str], Path]) -> None:
