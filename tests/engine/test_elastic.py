@@ -136,8 +136,8 @@ def test_a_replica_that_was_counted_late_sends_with_the_others_again(tmp_path) -
             fast.step(pause_seconds=0.004)
         sent, step = dict(membership.in_flight), slow.engine.num_steps + 1
         for outer_step in slow.step():
-            p, sync_round = outer_step.sync.fragment, outer_step.sync.round
-            if p in sent and p not in membership.in_flight:
+            p, sync_round, sent_step = outer_step.sync
+            if p in sent and sent_step == sent[p].step:  # it counts what was in flight
                 is_late = sent[p].base_round < sync_round - 1
                 assert membership._next_send[p] == (step if is_late else sent[p].step) + H
                 num_late += is_late

@@ -41,6 +41,13 @@ def hurried(replica: Replica) -> Replica:
     return replica
 
 
+def patient(replica: Replica) -> Replica:
+    """A replica that waits at its end for the others' payloads, as replicas outside of tests do."""
+    log_thread = replica.exchange._seated.log_thread
+    log_thread._pace = replace(log_thread._pace, drain_seconds=20.0)
+    return replica
+
+
 def train_to_the_end(replica: Replica, pause_seconds: float) -> None:
     """The loop of the documentation."""
     run = replica.exchange
@@ -119,7 +126,7 @@ def finish_at_once(replicas: Sequence[Replica], *, seconds: float, **ends: bool)
 
 def test_with_a_number_as_quorum_two_that_end_at_once_count_what_each_has_in_flight(tmp_path) -> None:
     # Nothing is due: each has offered another fragment than the other when it ends.
-    replicas = [Replica(str(tmp_path), name=name, quorum=2, sync_every=1000) for name in "ab"]
+    replicas = [patient(Replica(str(tmp_path), name=name, quorum=2, sync_every=1000)) for name in "ab"]
     until(lambda: all(replica.engine.num_steps >= 3 for replica in replicas), *replicas)
     for fragment, replica in enumerate(replicas):
         replica.engine._membership.send(fragment)

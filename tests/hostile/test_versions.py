@@ -61,7 +61,7 @@ def test_a_follower_holds_a_whole_version_or_none(tmp_path: Path) -> None:
     first, second = states()
     digests = [content_digest(first), content_digest(second)]
     (tmp_path / "place").mkdir()
-    with diloco.Follower(str(tmp_path / "place"), timeout_seconds=1) as follower:
+    with diloco.Follower(str(tmp_path / "place"), timeout_seconds=10) as follower:
         for _ in mutated_versions(tmp_path / "place"):
             assert follower.resume(0, {name: tensor.clone() for name, tensor in first.items()}) is not None
             try:

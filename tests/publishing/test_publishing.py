@@ -110,10 +110,17 @@ def test_a_look_for_a_new_version_is_one_request(place: str) -> None:
         versions = iter(follower)
         next(versions)
         before = follower.store.requests.copy()
-        timer = threading.Timer(0.3, lambda: publisher.publish({"a": torch.ones(2)}, step=5))
-        timer.start()
+
+        def publish_after_ten_looks() -> None:
+            deadline = time.monotonic() + 60
+            while (follower.store.requests - before).total() < 10 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            publisher.publish({"a": torch.ones(2)}, step=5)
+
+        thread = threading.Thread(target=publish_after_ten_looks)
+        thread.start()
         assert next(versions).step == 5
-        timer.join()
+        thread.join()
         made = follower.store.requests - before
         assert set(made) == {"get", "list"} and made["get"] > 8 * made["list"]
 
