@@ -6,7 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
@@ -127,20 +129,35 @@ def test_a_process_that_is_killed_is_said(config, tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(60)
-def test_a_process_that_is_stopped_is_waited_for_within_bounds(config, tmp_path, monkeypatch):
-    started, pids = subprocess.Popen, []
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_process_that_is_stopped_is_waited_for_within_bounds(is_late, config, tmp_path, monkeypatch):
+    """Also one that is started only after the wait for it has ended."""
+    started, waited, is_over, pids = subprocess.Popen, encoding.wait, threading.Event(), []
 
     def stopped(*arguments, **options):
+        assert not is_late or is_over.wait(30)
         process = started(*arguments, **options)
         os.kill(process.pid, signal.SIGSTOP)
         pids.append(process.pid)
         return process
 
+    def wait(answers, seconds):
+        while not (pids or is_late):
+            time.sleep(0.01)
+        return waited(answers, seconds)
+
+    def shutdown(self, **options):
+        is_over.set()
+        ThreadPoolExecutor.shutdown(self, **options)
+
+    late = type("Late", (ThreadPoolExecutor,), {"shutdown": shutdown})
+    monkeypatch.setattr(encoding, "ThreadPoolExecutor", late)
+    monkeypatch.setattr(encoding, "wait", wait)
     monkeypatch.setattr(encoding.subprocess, "Popen", stopped)
     monkeypatch.setattr(encoding, "SECONDS_OF_A_PIECE", 0.5)
     with pytest.raises(UserError, match=rf"tokenizes a part of {config.train[0]}, gave no answer within") as error:
         prepare(replace(config, workers=1), tmp_path / "out")
-    assert str(error.value).startswith(f"process {pids[0]}, ")
+    assert str(error.value).startswith("the process, " if is_late else f"process {pids[0]}, ")
 
 
 def test_a_message_that_is_cut_short_ends_either_side_as_a_closed_pipe_does(config, tmp_path, monkeypatch):

@@ -156,6 +156,7 @@ class Encoders:
         self._threads = ThreadPoolExecutor(self._num_processes or 1)
         self._of_thread = threading.local()
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._is_over = False
         self._pids: dict[Place, int] = {}
         """The processes that encode a piece now, by piece; the first has done so for the longest time."""
 
@@ -163,6 +164,7 @@ class Encoders:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_over = True  # first: a process that is being started now is killed by its thread
         for process in self._processes:
             process.kill()  # it holds nothing
         self._threads.shutdown(cancel_futures=True)
@@ -194,13 +196,15 @@ class Encoders:
         if not isinstance(task, UserError):
             seconds = SECONDS_OF_A_PIECE + task.piece.read_bytes / _BYTES_A_SECOND
             if wait([answer], seconds).not_done:
-                # It may not have been asked yet, since another one is waited for.
-                place = task.place if task.place in self._pids else next(iter(self._pids))
+                # It may not have been asked yet, since another one is waited for, or is being started.
+                pids = dict(self._pids)
+                place = task.place if task.place in pids else next(iter(pids), task.place)
+                process = f"process {pids[place]}" if pids else "the process"
                 source = (*self._arguments[0].train, *self._arguments[0].held_out)[place[0]]
                 raise UserError(
-                    f"process {self._pids[place]}, which tokenizes a part of {source}, gave no answer within "
-                    f"{seconds:.0f} s: it was stopped, or this computer is too busy: prepare the text again, and "
-                    "take fewer by data.workers",
+                    f"{process}, which tokenizes a part of {source}, gave no answer within {seconds:.0f} s: it "
+                    "was stopped, or this computer is too busy: prepare the text again, and take fewer by "
+                    "data.workers",
                     "data.workers",
                 )
         return answer.result()
@@ -249,6 +253,8 @@ class Encoders:
                     process_group=0,  # Ctrl-C is for this process
                 )
             self._processes.append(process)
+            if self._is_over:
+                process.kill()
             self._pids[place] = self._of_thread.pid = process.pid  # before a send, which may wait
             self._of_thread.connection.send(self._arguments)
         self._pids[place] = self._of_thread.pid
