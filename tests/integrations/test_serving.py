@@ -202,7 +202,7 @@ REFUSALS: list[tuple[str, str, tuple[int, Any], str]] = [
     ("sglang", "/update_weights_from_disk", (200, {"success": False}), "did not load version 7: .*false"),
     ("sglang", "/update_weights_from_disk", (200, b"\xff\x1b[2J"), "did not load version 7"),
     ("sglang", "/update_weights_from_disk", (401, b"\x1b[2Jno"), "answered 401 .\ufffd.2Jno"),
-    ("sglang", "/update_weights_from_disk", (0, b""), "did not answer within 0.5 s"),
+    ("sglang", "/update_weights_from_disk", (0, b""), "did not answer within 2 s"),
     ("sglang", "/update_weights_from_disk", (503, {}), "did not load version 7: .* answered 503"),
     ("vllm", "/pause", (404, {}), "start vLLM with VLLM_SERVER_DEV_MODE=1"),
     (
@@ -211,7 +211,7 @@ REFUSALS: list[tuple[str, str, tuple[int, Any], str]] = [
         (500, {"error": "no such file"}),
         "no such file.*; it stays paused until it loads",
     ),
-    ("vllm", "/collective_rpc", (0, b""), "did not answer within 0.5 s; it stays paused"),
+    ("vllm", "/collective_rpc", (0, b""), "did not answer within 2 s; it stays paused"),
     ("vllm", "/resume", (400, {}), "/resume answered 400"),
 ]
 """A kind of server, the endpoint that fails, its answer, and what the error says."""
@@ -221,8 +221,11 @@ REFUSALS: list[tuple[str, str, tuple[int, Any], str]] = [
 def test_a_version_that_was_not_loaded_is_an_error_and_the_next_one_is_loaded(
     serving, tmp_path, kind, endpoint, answer, sentence
 ):
-    limits = {"answer_seconds": 0.5, "patience_seconds": 0.1}
-    server, serving.faults = InferenceServer.of(f"{kind}:{serving.url}", **limits), {endpoint: [answer]}
+    limits, serving.faults = (
+        {"answer_seconds": 30 if answer[0] else 2, "patience_seconds": 0.1},
+        {endpoint: [answer]},
+    )
+    server = InferenceServer.of(f"{kind}:{serving.url}", **limits)
     with pytest.raises(ServerError, match=sentence) as error:
         server.load(saved(tmp_path / "7", 7), 7)
     assert "\x1b" not in str(error.value) and serving.version != "8"
