@@ -230,6 +230,8 @@ def test_a_version_that_was_not_loaded_is_an_error_and_the_next_one_is_loaded(
         server.load(saved(tmp_path / "7", 7), 7)
     assert "\x1b" not in str(error.value) and serving.version != "8"
     assert serving.paused == (endpoint in ("/collective_rpc", "/resume"))
+    if not answer[0]:
+        server = InferenceServer.of(f"{kind}:{serving.url}")  # with more time
     server.load(saved(tmp_path / "8", 8), 8)
     assert serving.weights["weight"].tolist() == [8] * 3 and serving.version == "8" and not serving.paused
 
