@@ -221,10 +221,8 @@ REFUSALS: list[tuple[str, str, tuple[int, Any], str]] = [
 def test_a_version_that_was_not_loaded_is_an_error_and_the_next_one_is_loaded(
     serving, tmp_path, kind, endpoint, answer, sentence
 ):
-    limits, serving.faults = (
-        {"answer_seconds": 30 if answer[0] else 2, "patience_seconds": 0.1},
-        {endpoint: [answer]},
-    )
+    serving.faults = {endpoint: [answer]}
+    limits = {"answer_seconds": 30 if answer[0] else 2, "patience_seconds": 0.1}
     server = InferenceServer.of(f"{kind}:{serving.url}", **limits)
     with pytest.raises(ServerError, match=sentence) as error:
         server.load(saved(tmp_path / "7", 7), 7)
