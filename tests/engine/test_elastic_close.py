@@ -34,10 +34,10 @@ def replay_of(folder: Path) -> Replay:
     return replayed(str(folder), initial=lambda facts: dict(new_model().named_parameters()))
 
 
-def hurried(replica: Replica) -> Replica:
+def hurried(replica: Replica, close_seconds: float = 0.4) -> Replica:
     """A replica that waits for others no longer than a moment before it closes the run."""
     log_thread = replica.exchange._seated.log_thread
-    log_thread._pace = replace(log_thread._pace, close_seconds=0.4, patience=0)
+    log_thread._pace = replace(log_thread._pace, close_seconds=close_seconds, patience=0)
     return replica
 
 
@@ -140,7 +140,9 @@ def test_with_a_number_as_quorum_two_that_end_at_once_count_what_each_has_in_fli
 
 
 def test_with_a_number_as_quorum_two_count_at_the_end_what_neither_can_match(tmp_path) -> None:
-    replicas = a, b = [hurried(Replica(str(tmp_path), name=name, quorum=2, sync_every=1000)) for name in "ab"]
+    replicas = a, b = [
+        hurried(Replica(str(tmp_path), name=name, quorum=2, sync_every=1000), close_seconds=2.0) for name in "ab"
+    ]
     sends = ((a, 0), (b, 1)), ((a, 1), (a, 2), (b, 0), (b, 2))
     until(lambda: all(replica.engine.num_steps >= 2 for replica in replicas), *replicas)
     for pairs in sends:
@@ -150,7 +152,7 @@ def test_with_a_number_as_quorum_two_count_at_the_end_what_neither_can_match(tmp
             for replica in replicas:
                 replica.step()
     # All are matched; of fragment 0 the first one has another step then, of fragment 1 the second one.
-    finish_at_once(replicas, seconds=10, flush=True, close=True)
+    finish_at_once(replicas, seconds=60, flush=True, close=True)
     assert all(replica.exchange.is_closed for replica in replicas)
     replay = replay_of(tmp_path)
     assert [log.round for log in replay.state.fragments] == [2, 2, 1] and replay.state.tokens == 2 * 3 * 8 * P
