@@ -250,6 +250,22 @@ def test_a_machine_runs_as_many_at_once_as_it_has_cores(small_corpus, tmp_path, 
         LocalMachine(0)
 
 
+def test_no_job_waits_while_later_ones_run(small_corpus, tmp_path, monkeypatch):
+    begun: list[int] = []
+
+    def run(job):
+        begun.append(job.config.seed)
+        time.sleep(0.01)
+        return {}
+
+    monkeypatch.setattr(machines, "run_job", run)
+    config = tiny_config(small_corpus, tmp_path, num_replicas=4)  # one job at a time, for which three threads wait
+    machine = LocalMachine(3)
+    for future in [machine.submit(make_job(replace(config, seed=seed), tmp_path)) for seed in range(20)]:
+        future.result(timeout=20)
+    assert begun == [*range(20)]
+
+
 def test_a_closed_machine_begins_nothing(small_corpus, tmp_path, monkeypatch):
     begun, may_end, jobs = threading.Event(), threading.Event(), []
 

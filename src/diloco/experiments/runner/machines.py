@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from collections import deque
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ class Machines(Protocol):
 
 
 class LocalMachine:
-    """Runs jobs on this machine, as many at once as it has a core for each of their processes.
+    """Runs jobs on this machine, in their order, as many at once as it has a core for each of their processes.
 
     A job of more processes than there are cores runs alone.
 
@@ -40,10 +41,13 @@ class LocalMachine:
             raise UserError(f"cores={num_cores} must be at least 1; left out, all are used", "cores")
         self._num_cores = num_cores or available_cores()
         self._num_free, self._changed, self._is_closed = self._num_cores, threading.Condition(), False
+        self._waiting = deque[Job]()
         self._threads = ThreadPoolExecutor(self._num_cores)
 
     def submit(self, job: Job) -> "Future[dict[str, Any]]":
-        """Run a job as soon as enough cores are free."""
+        """Run a job as soon as enough cores are free, after those that were submitted before."""
+        with self._changed:
+            self._waiting.append(job)
         return self._threads.submit(self._run, job)
 
     def close(self) -> None:
@@ -56,10 +60,14 @@ class LocalMachine:
     def _run(self, job: Job) -> dict[str, Any]:
         num_cores = min(job.config.num_processes, self._num_cores)
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._num_free >= num_cores)
+            self._changed.wait_for(
+                lambda: self._is_closed or (self._waiting[0] is job and self._num_free >= num_cores)
+            )
             if self._is_closed:
                 raise CancelledError
+            self._waiting.popleft()
             self._num_free -= num_cores
+            self._changed.notify_all()
         try:
             return run_job(job)
         finally:
