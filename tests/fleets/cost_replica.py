@@ -17,6 +17,7 @@ NUM_FRAGMENTS, SYNC_EVERY, OVERLAP_STEPS, STEP_SECONDS, POLL_SECONDS = 2, 20, 10
 ELEMENTS = 20_000
 """N of each fragment."""
 SNAPSHOT_ROUNDS = 4
+SETTLE_SECONDS = 0.5
 
 
 def live(
@@ -70,6 +71,7 @@ def live(
         taken = engine.step(tokens=64)
         members += [len(outer.cohort.members) for outer in taken if outer.cohort is not None]
         if step == first:
+            next_at += SETTLE_SECONDS
             before, members = _usage(rendezvous), []
     after = _usage(rendezvous)
     rendezvous.leave()
@@ -84,6 +86,7 @@ async def _wait_for_an_index(url: str) -> None:
 
 
 def _usage(rendezvous: diloco.StoreRendezvous) -> dict[str, float]:
+    time.sleep(SETTLE_SECONDS)  # a snapshot may still be on its way
     store = rendezvous.store
     return {
         "creates": store.requests["create"] + store.requests["list"],
