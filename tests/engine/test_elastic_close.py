@@ -34,7 +34,7 @@ def replay_of(folder: Path) -> Replay:
     return replayed(str(folder), initial=lambda facts: dict(new_model().named_parameters()))
 
 
-def hurried(replica: Replica, close_seconds: float = 0.4) -> Replica:
+def hurried(replica: Replica, *, close_seconds: float = 0.4) -> Replica:
     """A replica that waits for others no longer than a moment before it closes the run."""
     log_thread = replica.exchange._seated.log_thread
     log_thread._pace = replace(log_thread._pace, close_seconds=close_seconds, patience=0)
