@@ -11,6 +11,7 @@ from torch import nn
 
 import diloco
 from diloco.fragments import Fragment
+from diloco.rendezvous.status import Look
 from diloco.rendezvous.store import Store
 
 NUM_FRAGMENTS, SYNC_EVERY, OVERLAP_STEPS, STEP_SECONDS, POLL_SECONDS = 2, 20, 10, 0.05, 0.2
@@ -29,7 +30,7 @@ def live(
         url: of the run.
         name: of the replica.
         first: the step after which requests and outer steps count; 0 counts the join, too, which waits for
-            snapshots and half of the rounds until the next ones.
+            half of the rounds between two snapshots.
         last: the last step.
         variables: the environment that leads to the store.
         settings: combine, and those of `StoreRendezvous`.
@@ -41,8 +42,7 @@ def live(
     torch.set_num_threads(1)
     os.environ.update(variables)
     if first == 0:
-        asyncio.run(_wait_for_an_index(url))
-        time.sleep(SNAPSHOT_ROUNDS / 2 * SYNC_EVERY * STEP_SECONDS)
+        _wait_between_two_snapshots(url)
     combine = settings.pop("combine", "gather")
     rendezvous = diloco.StoreRendezvous(
         url, name=name, poll_seconds=POLL_SECONDS, snapshot_rounds=SNAPSHOT_ROUNDS, **settings
@@ -78,11 +78,16 @@ def live(
     return {key: after[key] - before[key] for key in after} | {"members": members, "late": late}
 
 
-async def _wait_for_an_index(url: str) -> None:
+def _wait_between_two_snapshots(url: str) -> None:
+    """Wait until half of the rounds between the snapshots with the first index, or later ones, are taken."""
     store, deadline = Store.open(url), time.monotonic() + 60
-    while not await store.list("index"):
+    while not asyncio.run(store.list("index")):
         assert time.monotonic() < deadline, "no index is written"
-        await asyncio.sleep(POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
+    look = Look(url)
+    while look.again().rounds[-1] % SNAPSHOT_ROUNDS != SNAPSHOT_ROUNDS // 2:
+        assert time.monotonic() < deadline, "no further round is taken"
+        time.sleep(POLL_SECONDS)
 
 
 def _usage(rendezvous: diloco.StoreRendezvous) -> dict[str, float]:
