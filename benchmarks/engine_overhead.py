@@ -13,6 +13,7 @@ import torch
 
 import diloco
 from diloco.models.decoder_config import DecoderConfig
+from diloco.training.hardware import use_autocast
 
 
 def main() -> None:
@@ -29,11 +30,12 @@ def main() -> None:
         schedule=diloco.Schedule(sync_every=10**6, num_fragments=len(fragments), overlap_steps=1),
         exchange=diloco.LoopbackExchange(),
     )
+    is_half = use_autocast("auto", torch.device("cpu"))
     window = torch.randint(0, 1024, (2, 257), generator=torch.Generator().manual_seed(0))
     training, engine_alone = [], []
     for _ in range(arguments.steps):
         start = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
             logits = model(window[:, :-1])
         model.loss(logits, window[:, 1:], 1e-4)[1].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -43,9 +45,10 @@ def main() -> None:
         engine.step()
         training.append(trained - start)
         engine_alone.append(time.perf_counter() - trained)
+    engine.finish()
     step, overhead = statistics.median(training[5:]), statistics.median(engine_alone[5:])
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{num_params:,} parameters, 2 sequences of 256 tokens, one thread")
+    print(f"{num_params:,} parameters, 2 sequences of 256 tokens, {'bf16' if is_half else 'fp32'}, one thread")
     print(f"training step {1e3 * step:.2f} ms, engine.step() {1e3 * overhead:.4f} ms: {overhead / step:.4%}")
 
 

@@ -3,8 +3,9 @@
     python benchmarks/training_step.py
 
 The plain one is what a tutorial has: learned positions, LayerNorm, torch's attention, `F.cross_entropy`. Ours adds
-QK-LayerNorm, RoPE and z-loss. Both train in bfloat16 autocast, with clipping and the fused AdamW, in turns. Times
-are the thread's processor time, and each figure is a median.
+QK-LayerNorm, RoPE and z-loss. Both train in bfloat16 autocast, or in FP32 where the processor has no instructions
+for it, with clipping and the fused AdamW, in turns. Times are the thread's processor time, and each figure is a
+median.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from diloco.models.decoder import Decoder
 from diloco.models.decoder_config import DecoderConfig
+from diloco.training.hardware import use_autocast
 
 SIZES = {
     "1M": DecoderConfig(num_layers=6, num_heads=2, width=128, vocab_size=257),
@@ -25,6 +27,7 @@ SIZES = {
     "20M": DecoderConfig(num_layers=8, num_heads=8, width=448, vocab_size=1024),
 }
 Z_LOSS = 1e-4
+IS_HALF = use_autocast("auto", torch.device("cpu"))
 
 
 class PlainBlock(nn.Module):
@@ -90,7 +93,7 @@ def main() -> None:
 
 def our_step(model: Decoder) -> Callable[[Tensor], None]:
     def objective(window: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=IS_HALF):
             logits = model(window[:, :-1])
         return model.loss(logits, window[:, 1:], Z_LOSS)[1]
 
@@ -99,7 +102,7 @@ def our_step(model: Decoder) -> Callable[[Tensor], None]:
 
 def plain_step(model: Plain) -> Callable[[Tensor], None]:
     def objective(window: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=IS_HALF):
             logits = model(window[:, :-1])
             return F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
 

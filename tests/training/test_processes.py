@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,18 @@ def test_a_call_that_is_ended_before_it_starts_ends_at_its_start():
     with Ancestor("fork") as ancestor, pytest.raises(EOFError):
         ancestor.run(call)
     assert call.pid is not None and time.monotonic() - begin < 30
+
+
+def interrupt_itself(_: object) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_signal_while_the_ancestor_is_forked_is_left_to_the_process_that_launches():
+    watched = Call(os.getpid)
+    register_after_fork(watched, interrupt_itself)
+    with Ancestor("fork") as ancestor:
+        assert ancestor.run(watched) != os.getpid()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def replicas_in(folder: Path, running: Program) -> list[int]:

@@ -171,7 +171,11 @@ class Ancestor:
         self._connection, theirs = Pipe()
         ours = self._connection if start_method == "fork" else None
         self._process = context.Process(target=_serve, args=(theirs, ours), name="ancestor")
-        self._process.start()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a fork begins with them blocked
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     def __enter__(self) -> "Ancestor":
