@@ -11,7 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diloco.models.decoder_config import DecoderConfig
 from diloco.report.terminal.training import TrainingProgress
+from diloco.training.config.recipes import recipe
 from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
+from diloco.training.world import join
 
 
 def test_the_operations_of_a_token_are_three_times_those_that_torch_counts_in_a_forward_pass():
@@ -33,6 +35,25 @@ def test_utilization_is_what_is_done_over_what_can_be_done(monkeypatch):
     assert utilization == pytest.approx(flops / 0.1 / 312e12)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "something new")
     assert model_flops_utilization(config.step_flops, torch.device("cuda"), 0.1) is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "capabilities", "is_said"),
+    [
+        ("bf16", {}, True),
+        ("bf16-params", {"avx2": True}, True),
+        ("bf16", {"avx512_bf16": True}, False),
+        ("fp32", {}, False),
+        ("auto", {}, False),
+    ],
+)
+def test_bfloat16_without_instructions_for_it_is_said_to_be_slow(
+    precision, capabilities, is_said, monkeypatch, caplog
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    with join(replace(recipe("tiny"), num_replicas=1, precision=precision, device="cpu")) as world:
+        assert world.autocast == (precision == "bf16")
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * is_said
 
 
 def test_progress_shows_what_is_known_of_the_gpu():

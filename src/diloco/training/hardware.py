@@ -1,5 +1,6 @@
 """The device on which a process computes, and how fast it is."""
 
+import logging
 import os
 import platform
 from contextlib import suppress
@@ -8,6 +9,8 @@ from pathlib import Path
 import torch
 
 from diloco.errors import UserError
+
+_LOG = logging.getLogger("diloco")
 
 
 def chosen_device(asked: str, local_rank: int, *, shares: bool) -> torch.device:
@@ -64,7 +67,24 @@ def use_autocast(precision: str, device: torch.device) -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "mps":  # not tried yet: only where it is asked for
         return False
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch lack it
+    return bool(_cpu_has_bf16())
+
+
+def warn_of_emulation(precision: str, device: torch.device) -> None:
+    """Say what bfloat16 costs on a processor that has no instructions for it."""
+    if precision.startswith("bf16") and device.type == "cpu" and _cpu_has_bf16() is False:
+        _LOG.warning(
+            "precision=%s on a processor without instructions for bfloat16: a step may take ten times as long as "
+            "with precision=fp32",
+            precision,
+        )
+
+
+def _cpu_has_bf16() -> bool | None:
+    """True if the processor has instructions for bfloat16; None with a version of torch that can't tell."""
+    if not hasattr(torch.cpu, "get_capabilities"):
+        return None
+    capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 

@@ -23,7 +23,7 @@ from diloco.exchange.process_group import GroupExchange, ProcessGroupExchange, T
 from diloco.exchange.transport import Group, LoopbackExchange, OneProcess, Transport, wait_for_all
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.resolve import facts_with_rendezvous, text_facts
-from diloco.training.hardware import chosen_device, use_autocast
+from diloco.training.hardware import chosen_device, use_autocast, warn_of_emulation
 from diloco.training.processes import STORE, process_name, under_a_launcher
 
 if TYPE_CHECKING:
@@ -330,6 +330,8 @@ def join(config: TrainConfig) -> Iterator[World]:
     # Its collectives run on the GPU, where one process per GPU can take part.
     shares = config.method != "data_parallel" and config.processes_per_replica == 1
     device, is_alone = chosen_device(config.device, local_rank, shares=shares), world_size == 1
+    if local_rank == 0:
+        warn_of_emulation(config.precision, device)
     processes = (
         nullcontext(alone(config.precision, device)) if is_alone else _joined(config, device, rank, local_rank)
     )
