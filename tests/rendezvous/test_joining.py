@@ -55,15 +55,15 @@ def test_a_name_that_joins_twice_is_one_of_those_with_which_a_run_begins(tmp_pat
     first = threading.Thread(target=join, args=[20.0])
     first.start()
     wait_for_entry(str(tmp_path / "run"), 1)
-    join(0.3)
+    join(2.0)
     first.join()
-    replaced, missing = sentences[20.0], sentences[0.3]
+    replaced, missing = sentences[20.0], sentences[2.0]
     assert replaced.startswith("another process has joined the run as a, and goes on in the place of this one")
     assert missing.startswith("1 of 2 replicas did not arrive at ")
 
 
 def test_a_replica_that_ends_before_its_first_step_is_not_counted(tmp_path):
-    url, rules = str(tmp_path / "store"), {"quorum": "all", "num_replicas": 2, "timeout_seconds": 0.2}
+    url, rules = str(tmp_path / "store"), {"quorum": "all", "num_replicas": 2, "timeout_seconds": 2.0}
     for name in ("first", "second"):
         with pytest.raises(ExchangeError, match="1 of 2 replicas did not arrive at"):
             Replica(url, name=name, **rules)
@@ -81,7 +81,7 @@ def test_a_companion_that_joins_before_the_farewell_of_one_that_gives_up_begins_
         return await create(self, name, data, **limits)
 
     monkeypatch.setattr(Store, "create", create_after_the_join)
-    replicas.append(Replica(url, name="a", num_replicas=2, timeout_seconds=1.0))
+    replicas.append(Replica(url, name="a", num_replicas=2, timeout_seconds=2.0))
     late.join()
     assert [member.left for member in replicas[0].exchange.state.members] == [False, False]
     until(lambda: all(min(counted(replica)) >= 0 for replica in replicas), *replicas)
@@ -108,7 +108,7 @@ def test_with_the_quorum_all_no_replica_that_comes_back_goes_on_alone(tmp_path):
     for replica in replicas.values():
         replica.exchange.leave()
     with pytest.raises(ExchangeError, match="1 of 2 replicas did not arrive at"):
-        Replica(url, name="a", timeout_seconds=0.3, **rules)
+        Replica(url, name="a", timeout_seconds=2.0, **rules)
     join_together()
     assert replicas["a"].exchange.state.present == {"a", "b"}
     for replica in replicas.values():

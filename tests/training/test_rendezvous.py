@@ -298,9 +298,9 @@ def test_a_finished_run_whose_metrics_are_damaged_ends_well(config, tmp_path, ca
 
 def test_a_run_that_nobody_closes_is_summed_up_and_said(config, tmp_path, monkeypatch):
     monkeypatch.setattr(LogThread, "_end", lambda log_thread: None)
-    run = replace(alone(config, tmp_path), timeout_seconds=1.0)
+    run = replace(alone(config, tmp_path), timeout_seconds=2.0)
     with pytest.raises(
-        ExchangeError, match=r"the run was not closed within 1 s: .* are those after entry \d+ of"
+        ExchangeError, match=r"the run was not closed within 2 s: .* are those after entry \d+ of"
     ) as e:
         train(run)
     total = summary(run.directory)
