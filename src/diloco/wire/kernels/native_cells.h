@@ -92,6 +92,23 @@ typedef struct {
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
+// For the bits of a byte: which of 8 bytes, or of as many pairs, come first, and which of the first ones go where; 128
+// is none.
+static uint8_t bytes_from[256][8], bytes_to[256][8], pairs_from[256][16], pairs_to[256][16];
+__attribute__((constructor)) static void fill_tables(void) {
+    for (int byte = 0; byte < 256; byte++) {
+        memset(bytes_from[byte], 128, 8), memset(bytes_to[byte], 128, 8);
+        memset(pairs_from[byte], 128, 16), memset(pairs_to[byte], 128, 16);
+        for (int bit = 0, num = 0; bit < 8; num += byte >> bit++ & 1) {
+            if (!(byte >> bit & 1)) continue;
+            bytes_from[byte][num] = (uint8_t)bit, bytes_to[byte][bit] = (uint8_t)num;
+            for (int half = 0; half < 2; half++) {
+                pairs_from[byte][2 * num + half] = (uint8_t)(2 * bit + half);
+                pairs_to[byte][2 * bit + half] = (uint8_t)(2 * num + half);
+            }
+        }
+    }
+}
 #if defined(__clang__)
 #define FULL ""
 #else
@@ -192,14 +209,60 @@ TARGET INLINE uint64_t NAME(pdep)(uint64_t bits, uint64_t mask) {
     return word;
 #endif
 }
+#if LEVEL == 1
+TARGET INLINE __m256i NAME(load)(const void *from) { return _mm256_loadu_si256(from); }
+// The bytes of 32 pairs, which are −128 to 127.
+TARGET INLINE __m256i NAME(narrow)(__m256i low, __m256i high) {
+    return _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xD8);
+}
+// The highest bit of each byte.
+TARGET INLINE uint64_t NAME(tops)(__m256i low, __m256i high) {
+    uint32_t low_bits = (uint32_t)_mm256_movemask_epi8(low);
+    return low_bits | (uint64_t)(uint32_t)_mm256_movemask_epi8(high) << 32;
+}
+// All bits of 32 bytes, or of 16 pairs, that a word has from its lowest bit on.
+TARGET INLINE __m256i NAME(spread1)(uint64_t word) {
+    __m256i at = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201u);
+    return _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int)word), at), bit), bit);
+}
+TARGET INLINE __m256i NAME(spread2)(uint64_t word) {
+    __m256i bit = _mm256_setr_epi16(
+        1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, (short)32768);
+    return _mm256_cmpeq_epi16(_mm256_and_si256(_mm256_set1_epi16((short)word), bit), bit);
+}
+// Bytes where a word has a bit, and 0 elsewhere: 16, or 32; 8 are read at a time.
+TARGET INLINE __m128i NAME(expand16)(const uint8_t **from, uint64_t word) {
+    __m128i eight[2];
+    for (int i = 0; i < 2; i++, word >>= 8) {
+        eight[i] = _mm_loadl_epi64((const void *)bytes_to[word & 0xFF]);
+        eight[i] = _mm_shuffle_epi8(_mm_loadl_epi64((const void *)*from), eight[i]);
+        *from += __builtin_popcountll(word & 0xFF);
+    }
+    return _mm_unpacklo_epi64(eight[0], eight[1]);
+}
+TARGET INLINE __m256i NAME(expand32)(const uint8_t **from, uint64_t word) {
+    __m128i low = NAME(expand16)(from, word);
+    return _mm256_set_m128i(NAME(expand16)(from, word >> 16), low);
+}
+// Pairs where a word has a bit, and 0 elsewhere: 16; 8 are read at a time.
+TARGET INLINE __m256i NAME(expand_pairs)(const uint16_t **from, uint64_t word) {
+    __m128i eight[2];
+    for (int i = 0; i < 2; i++, word >>= 8) {
+        eight[i] = _mm_loadu_si128((const void *)pairs_to[word & 0xFF]);
+        eight[i] = _mm_shuffle_epi8(_mm_loadu_si128((const void *)*from), eight[i]);
+        *from += __builtin_popcountll(word & 0xFF);
+    }
+    return _mm256_set_m128i(eight[1], eight[0]);
+}
+#endif
 // A bit of each of 64 bytes.
 TARGET INLINE uint64_t NAME(word)(const uint8_t byte[64], int bit) {
 #if LEVEL > 1
     return _mm512_test_epi8_mask(_mm512_loadu_si512(byte), _mm512_set1_epi8((char)(1 << bit)));
 #elif LEVEL > 0
-    __m256i low = _mm256_loadu_si256((const void *)byte), high = _mm256_loadu_si256((const void *)(byte + 32));
-    uint32_t low_bits = (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(low, 7 - bit));
-    return low_bits | (uint64_t)(uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(high, 7 - bit)) << 32;
+    __m256i low = NAME(load)(byte), high = NAME(load)(byte + 32);
+    return NAME(tops)(_mm256_slli_epi16(low, 7 - bit), _mm256_slli_epi16(high, 7 - bit));
 #else
     uint64_t bits = 0, eight;
     for (int i = 0; i < 8; i++) {
@@ -214,13 +277,9 @@ TARGET INLINE void NAME(bytes)(uint64_t word, uint8_t byte[64]) {
 #if LEVEL > 1
     _mm512_storeu_si512(byte, _mm512_maskz_set1_epi8(word, 1));
 #elif LEVEL > 0
-    __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201u), all = _mm256_set1_epi64x((int64_t)word);
-    __m256i low_at = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-    __m256i high_at = _mm256_or_si256(low_at, _mm256_set1_epi8(4)), one = _mm256_set1_epi8(1);
-    __m256i low = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(all, low_at), bit), bit);
-    __m256i high = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(all, high_at), bit), bit);
-    _mm256_storeu_si256((void *)byte, _mm256_and_si256(low, one));
-    _mm256_storeu_si256((void *)(byte + 32), _mm256_and_si256(high, one));
+    __m256i one = _mm256_set1_epi8(1);
+    _mm256_storeu_si256((void *)byte, _mm256_and_si256(NAME(spread1)(word), one));
+    _mm256_storeu_si256((void *)(byte + 32), _mm256_and_si256(NAME(spread1)(word >> 32), one));
 #else
     for (int i = 0; i < 8; i++) {
         uint64_t each = (word >> 8 * i & 0xFF) * 0x0101010101010101u & 0x8040201008040201u;
@@ -229,25 +288,14 @@ TARGET INLINE void NAME(bytes)(uint64_t word, uint8_t byte[64]) {
     }
 #endif
 }
-#if LEVEL == 1
-// Where those of 8 things go that a byte has, and where they come from.
-TARGET INLINE uint64_t NAME(chosen)(uint64_t eight) { return _pdep_u64(eight & 0xFF, 0x0101010101010101u) * 0xFF; }
-TARGET INLINE __m128i NAME(sources)(uint64_t eight) {
-    return _mm_cvtsi64_si128((int64_t)_pext_u64(0x0706050403020100u, NAME(chosen)(eight)));
-}
-TARGET INLINE __m128i NAME(targets)(uint64_t eight) {
-    uint64_t chosen = NAME(chosen)(eight);
-    return _mm_cvtsi64_si128((int64_t)(_pdep_u64(0x0706050403020100u, chosen) | ~chosen));
-}
-TARGET INLINE __m128i NAME(pairs)(__m128i at) {
-    at = _mm_unpacklo_epi8(at, at);
-    return _mm_add_epi8(_mm_add_epi8(at, at), _mm_set1_epi16(0x100));
-}
-#endif
 // Those of 64 bytes that are not below a number.
 TARGET INLINE uint64_t NAME(reach)(const uint8_t byte[64], int least) {
 #if LEVEL > 1
     return _mm512_cmpge_epu8_mask(_mm512_loadu_si512(byte), _mm512_set1_epi8((char)least));
+#elif LEVEL > 0
+    __m256i low = NAME(load)(byte), high = NAME(load)(byte + 32), bound = _mm256_set1_epi8((char)least);
+    low = _mm256_cmpeq_epi8(_mm256_max_epu8(low, bound), low);
+    return NAME(tops)(low, _mm256_cmpeq_epi8(_mm256_max_epu8(high, bound), high));
 #else
     uint8_t is_above[64];
     for (int i = 0; i < 64; i++) is_above[i] = byte[i] >= (uint8_t)least;
@@ -473,6 +521,7 @@ TARGET INLINE CELL OF(order)(CELL cell) { return (CELL)(cell ^ ((CELL)-(CELL)(ce
 // Write those of 64 cells that a word has, and up to 64 beyond, and return their number; `to` may be `from` or before.
 TARGET INLINE int64_t OF(compress)(CELL *to, const CELL *from, uint64_t word) {
     CELL *start = to;
+    if (LEVEL == 1 && !word) return 0;
 #if LEVEL > 1
     for (int i = 0; i < 64; i += LANES) {
         uint64_t part = word >> i & first_bits(LANES);
@@ -487,19 +536,21 @@ TARGET INLINE int64_t OF(compress)(CELL *to, const CELL *from, uint64_t word) {
 #else
 #if LEVEL == 1
     for (int i = 0; sizeof(CELL) == 1 && i < 64; i += 8) {
-        write_word((uint8_t *)to, _pext_u64(word_at((const uint8_t *)from + i), NAME(chosen)(word >> i)));
+        __m128i at = _mm_loadl_epi64((const void *)bytes_from[word >> i & 0xFF]);
+        _mm_storel_epi64((void *)to, _mm_shuffle_epi8(_mm_loadl_epi64((const void *)(from + i)), at));
         to += __builtin_popcountll(word >> i & 0xFF);
     }
     if (sizeof(CELL) == 1) return to - start;
     for (int i = 0; sizeof(CELL) == 2 && i < 64; i += 8) {
         __m128i eight = _mm_loadu_si128((const void *)(from + i));
-        _mm_storeu_si128((void *)to, _mm_shuffle_epi8(eight, NAME(pairs)(NAME(sources)(word >> i))));
+        __m128i at = _mm_loadu_si128((const void *)pairs_from[word >> i & 0xFF]);
+        _mm_storeu_si128((void *)to, _mm_shuffle_epi8(eight, at));
         to += __builtin_popcountll(word >> i & 0xFF);
     }
     if (sizeof(CELL) == 2) return to - start;
     for (int i = 0; sizeof(CELL) == 4 && i < 64; i += 8) {
         __m256i eight = _mm256_loadu_si256((const void *)(from + i));
-        __m256i at = _mm256_cvtepu8_epi32(NAME(sources)(word >> i));
+        __m256i at = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)bytes_from[word >> i & 0xFF]));
         _mm256_storeu_si256((void *)to, _mm256_permutevar8x32_epi32(eight, at));
         to += __builtin_popcountll(word >> i & 0xFF);
     }
@@ -524,17 +575,11 @@ TARGET INLINE void OF(expand)(const CELL *from, uint64_t word, CELL to[64]) {
     }
 #else
 #if LEVEL == 1
-    for (int i = 0; sizeof(CELL) == 1 && i < 64; i += 8) {
-        write_word((uint8_t *)to + i, _pdep_u64(word_at((const uint8_t *)from), NAME(chosen)(word >> i)));
-        from += __builtin_popcountll(word >> i & 0xFF);
-    }
-    if (sizeof(CELL) == 1) return;
-    for (int i = 0; sizeof(CELL) == 2 && i < 64; i += 8) {
-        __m128i eight = _mm_loadu_si128((const void *)from);
-        _mm_storeu_si128((void *)(to + i), _mm_shuffle_epi8(eight, NAME(pairs)(NAME(targets)(word >> i))));
-        from += __builtin_popcountll(word >> i & 0xFF);
-    }
-    if (sizeof(CELL) == 2) return;
+    for (int i = 0; sizeof(CELL) == 1 && i < 64; i += 32)
+        _mm256_storeu_si256((void *)(to + i), NAME(expand32)((const uint8_t **)&from, word >> i));
+    for (int i = 0; sizeof(CELL) == 2 && i < 64; i += 16)
+        _mm256_storeu_si256((void *)(to + i), NAME(expand_pairs)((const uint16_t **)&from, word >> i));
+    if (sizeof(CELL) < 4) return;
 #endif
     memset(to, 0, 64 * sizeof(CELL));
     for (; word; word &= word - 1) to[__builtin_ctzll(word)] = *from++;
@@ -553,6 +598,20 @@ TARGET INLINE uint64_t OF(with)(const CELL *y, CELL bits) {
     }
     return word;
 #else
+#if LEVEL == 1
+    __m256i zero = _mm256_setzero_si256();
+    if (sizeof(CELL) == 1) {
+        __m256i all = _mm256_set1_epi8((char)bits);
+        __m256i low = _mm256_and_si256(NAME(load)(y), all), high = _mm256_and_si256(NAME(load)(y + 32), all);
+        return ~NAME(tops)(_mm256_cmpeq_epi8(low, zero), _mm256_cmpeq_epi8(high, zero));
+    }
+    if (sizeof(CELL) == 2) {
+        __m256i all = _mm256_set1_epi16((short)bits), half[4];
+        for (int i = 0; i < 4; i++)
+            half[i] = _mm256_cmpeq_epi16(_mm256_and_si256(NAME(load)(y + 16 * i), all), zero);
+        return ~NAME(tops)(NAME(narrow)(half[0], half[1]), NAME(narrow)(half[2], half[3]));
+    }
+#endif
     uint8_t byte[64];
     for (int i = 0; i < 64; i++) byte[i] = (y[i] & bits) != 0;
     return NAME(word)(byte, 0);
@@ -571,6 +630,14 @@ TARGET INLINE void OF(give)(CELL y[64], uint64_t word, CELL bit) {
         _mm512_storeu_si512(y + i, _mm512_or_si512(all, some));
     }
 #else
+#if LEVEL == 1
+    for (int i = 0; sizeof(CELL) < 4 && i < 64; i += LANES / 2) {
+        __m256i some = sizeof(CELL) == 1 ? NAME(spread1)(word >> i) : NAME(spread2)(word >> i);
+        some = _mm256_and_si256(some, sizeof(CELL) == 1 ? _mm256_set1_epi8((char)bit) : _mm256_set1_epi16((short)bit));
+        _mm256_storeu_si256((void *)(y + i), _mm256_or_si256(NAME(load)(y + i), some));
+    }
+    if (sizeof(CELL) < 4) return;
+#endif
     uint8_t byte[64];
     NAME(bytes)(word, byte);
     for (int i = 0; i < 64; i++) y[i] |= (CELL)-(CELL)byte[i] & bit;
@@ -607,6 +674,19 @@ TARGET INLINE void OF(read_level)(
     const CELL *from, const uint8_t *longer, const uint8_t *const *exact, int num, int b, int64_t k, CELL *to) {
     for (int64_t i = 0; i < k; i += 64, to += 64) {
         uint64_t word = longer ? word_at(longer + i / 8) : 0;
+#if LEVEL == 1
+        for (int at = 0; sizeof(CELL) == 1 && at < 64; at += 32) {
+            __m256i y = NAME(expand32)((const uint8_t **)&from, word >> at), bit = _mm256_set1_epi8((char)(1 << b));
+            y = _mm256_or_si256(y, _mm256_andnot_si256(NAME(spread1)(word >> at), bit));
+            for (int j = 0; j < num; j++) {
+                bit = _mm256_set1_epi8((char)(1 << (b - num + j)));
+                bit = _mm256_and_si256(NAME(spread1)(word_at(exact[j] + i / 8) >> at), bit);
+                y = _mm256_or_si256(y, bit);
+            }
+            _mm256_storeu_si256((void *)(to + at), y);
+        }
+        if (sizeof(CELL) == 1) continue;
+#endif
         OF(expand)(from, word, to);
         from += __builtin_popcountll(word);
         OF(give)(to, ~word, (CELL)((CELL)1 << b));
@@ -636,12 +716,34 @@ TARGET INLINE void OF(measure)(CELL steps[64], CELL power) {
         steps[i] = (CELL)((CELL)(s < back ? s : back) + (CELL)(power - 1));
     }
 }
-// Make a byte of each of 64 numbers, and return which have higher bits.
-TARGET INLINE uint64_t OF(shorten)(const CELL y[64], uint8_t low[64]) {
-    uint64_t is_long = OF(with)(y, (CELL)-(CELL)LONG);
+// The signs of 64 steps, which become numbers y as above, and a byte of each; and which have higher bits.
+TARGET INLINE uint64_t OF(split)(CELL y[64], CELL power, uint8_t low[64], uint64_t *is_long) {
+#if LEVEL == 1
+    uint64_t down = 0, is_short = 0;
+    __m256i zero = _mm256_setzero_si256(), lowest = _mm256_set1_epi16(LONG - 1);
+    for (int i = 0; sizeof(CELL) == 2 && i < 64; i += 32) {
+        __m256i all[2] = {NAME(load)(y + i), NAME(load)(y + i + 16)}, higher[2];
+        down |= (uint64_t)NAME(tops)(NAME(narrow)(all[0], all[1]), zero) << i;
+        for (int j = 0; j < 2; j++) {
+            all[j] = _mm256_add_epi16(_mm256_abs_epi16(all[j]), _mm256_set1_epi16((short)(power - 1)));
+            _mm256_storeu_si256((void *)(y + i + 16 * j), all[j]);
+            higher[j] = _mm256_cmpeq_epi16(_mm256_andnot_si256(lowest, all[j]), zero);
+            all[j] = _mm256_and_si256(all[j], lowest);
+        }
+        __m256i few = NAME(narrow)(higher[0], higher[1]);
+        is_short |= NAME(tops)(few, zero) << i;
+        few = _mm256_andnot_si256(few, _mm256_set1_epi8((char)LONG));
+        _mm256_storeu_si256((void *)(low + i), _mm256_or_si256(few, NAME(narrow)(all[0], all[1])));
+    }
+    *is_long = ~is_short;
+    if (sizeof(CELL) == 2) return down;
+#endif
+    uint64_t signs = OF(with)(y, TOP);
+    OF(measure)(y, power);
+    *is_long = OF(with)(y, (CELL)-(CELL)LONG);
     for (int i = 0; i < 64; i++) low[i] = (uint8_t)(y[i] & (LONG - 1));
-    NAME(give1)(low, is_long, LONG);
-    return is_long;
+    NAME(give1)(low, *is_long, LONG);
+    return signs;
 }
 // Make 64 steps, of their numbers less 2^e − 1, as bytes, and signs; the higher bits of some are read from `from` on,
 // whose end is returned.
@@ -680,6 +782,16 @@ TARGET INLINE const CELL *OF(lengthen)(
         _mm512_storeu_si512(step + i, y);
     }
 #else
+#if LEVEL == 1
+    for (int i = 0; sizeof(CELL) == 2 && i < 64; i += 16) {
+        __m256i l = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)(low + i)));
+        __m256i y = _mm256_or_si256(NAME(load)(step + i), _mm256_and_si256(l, _mm256_set1_epi16(LONG - 1)));
+        __m256i is_down = NAME(spread2)(down >> i);
+        y = _mm256_sub_epi16(y, _mm256_set1_epi16((short)less));
+        _mm256_storeu_si256((void *)(step + i), _mm256_sub_epi16(_mm256_xor_si256(y, is_down), is_down));
+    }
+    if (sizeof(CELL) == 2) return from + __builtin_popcountll(is_long);
+#endif
     uint8_t is_down[64];
     NAME(bytes)(down, is_down);
     for (int i = 0; i < 64; i++) {
@@ -784,11 +896,11 @@ TARGET static int64_t OF(write_signs)(
     int64_t num = 0;
     CELL y[64];
     for (int64_t i = 0; plane && i < k; i += 64) {
+        uint64_t is_long;
         memcpy(y, steps + i, sizeof(y));
         fetch(old, i, sizeof(CELL)), fetch(new, i, sizeof(CELL));
-        write_word(plane + i / 8, OF(with)(y, TOP) & first_bits(k - i));
-        OF(measure)(y, (CELL)((CELL)1 << e));
-        num += OF(compress)(whole + num, y, OF(shorten)(y, low + i) & first_bits(k - i));
+        write_word(plane + i / 8, OF(split)(y, (CELL)((CELL)1 << e), low + i, &is_long) & first_bits(k - i));
+        num += OF(compress)(whole + num, y, is_long & first_bits(k - i));
     }
     return plane ? num : -1;
 }
@@ -834,6 +946,24 @@ TARGET static int64_t OF(encode)(
     return total;
 }
 
+// Change those of 64 cells that a word has by steps, in order; return the end of these.
+TARGET INLINE const CELL *OF(add_some)(const CELL *from, uint64_t word, CELL cells[64]) {
+#if LEVEL == 1
+    __m256i magnitude = _mm256_set1_epi16(0x7FFF);
+    for (int i = 0; sizeof(CELL) == 2 && i < 64; i += 16) {
+        __m256i x = NAME(load)(cells + i);
+        x = _mm256_xor_si256(x, _mm256_and_si256(_mm256_srai_epi16(x, 15), magnitude));
+        x = _mm256_add_epi16(x, NAME(expand_pairs)((const uint16_t **)&from, word >> i));
+        x = _mm256_xor_si256(x, _mm256_and_si256(_mm256_srai_epi16(x, 15), magnitude));
+        _mm256_storeu_si256((void *)(cells + i), x);
+    }
+    if (sizeof(CELL) == 2) return from;
+#endif
+    CELL step[64];
+    OF(expand)(from, word, step);
+    for (int l = 0; l < 64; l++) cells[l] = OF(order)((CELL)(OF(order)(cells[l]) + step[l]));
+    return from + __builtin_popcountll(word);
+}
 // Change cells by steps, in order, where masks of their classes have bits; return the number of changed ones.
 TARGET static int64_t OF(change)(
     const CELL *steps, CELL *into, int64_t n, int top, const uint8_t *const masks[CLASSES]) {
@@ -841,7 +971,7 @@ TARGET static int64_t OF(change)(
     uintptr_t at[CLASSES];
     for (int c = 0; c < CLASSES; c++) at[c] = 8 * (uintptr_t)masks[c];
     const CELL *from = steps;
-    CELL copy[64], step[64];
+    CELL copy[64];
     uint8_t least[CLASSES - 1];
     find_least(top, least);
     for (int64_t start = 0; start < n; start += 64 * WORDS) {
@@ -866,9 +996,7 @@ TARGET static int64_t OF(change)(
         for (int64_t j = 0; j < num_some; j++) {
             int64_t i = start + 64 * some[j];
             CELL *cells = (CELL *)OF(all)(into + i, n - i, copy);
-            OF(expand)(from, changed[some[j]], step);
-            from += __builtin_popcountll(changed[some[j]]);
-            for (int l = 0; l < 64; l++) cells[l] = OF(order)((CELL)(OF(order)(cells[l]) + step[l]));
+            from = OF(add_some)(from, changed[some[j]], cells);
             if (cells == copy) memcpy(into + i, copy, (size_t)(n - i) * sizeof(CELL));
         }
     }
