@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from diloco.errors import UserError
 from diloco.fragments import Fragment, check_partition, sequential, strided, whole
@@ -290,6 +291,10 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     *(
         (lambda cut=cut: cut([nn.Linear(1, 1)]), "and this is a list: pass the")
         for cut in (strided, sequential, whole)
+    ),
+    (
+        lambda: strided(checkpoint_wrapper(Decoder(4)), layers_per_fragment=2),
+        r"no parameter's name begins with _checkpoint_wrapped_module\.blocks\.0\., .*: wrap the blocks in",
     ),
     (lambda: whole(nn.Linear(1, 1).requires_grad_(False)), "no parameter of the model needs a gradient: unfreeze"),
     (lambda: checked(Decoder(1, True), BLOCK), r"no fragment holds embedding\.weight, norm\.weight, norm\.bias"),

@@ -260,6 +260,13 @@ def _partition(model: nn.Module, blocks_of: Sequence[list[str]]) -> Fragments:
             names_of[index].append(name)
     if not placed:
         raise UserError("no parameter of the model needs a gradient: unfreeze those that are to be trained")
+    for names, paths in zip(names_of, blocks_of, strict=False):
+        if not names:
+            raise UserError(
+                f"no parameter's name begins with {paths[0]}., the path of a block, as under torch's "
+                "checkpoint_wrapper: wrap the blocks in the place of the model, cut the fragments from the model "
+                "inside the wrapper, or take whole(model)"
+            )
     fragments = [
         Fragment(tuple(names), tuple(path for path in paths if any(name.startswith(path + ".") for name in names)))
         for names, paths in zip(names_of, [*blocks_of, []], strict=True)
