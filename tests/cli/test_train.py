@@ -137,7 +137,7 @@ def test_a_run_that_is_being_trained_is_not_started_again(flags, finished_run, t
 
 def interrupted(folder: Path, after: str) -> tuple[int, str]:
     """The exit code and the errors of a run that Ctrl-C in a terminal ends at a moment, in seconds."""
-    log, metrics = folder / "errors", folder / "runs" / after / "metrics-0.jsonl"
+    log, metrics = folder / "errors", [folder / "runs" / after / f"metrics-{replica}.jsonl" for replica in (0, 1)]
     profile = "1" if after == "import" else ""  # a line for each module, where errors go
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -155,7 +155,7 @@ def interrupted(folder: Path, after: str) -> tuple[int, str]:
             time.sleep(0.02)
         if after != "import":
             assert process.stdout is not None and any("run   " in line for line in process.stdout)
-        while after == "step" and not (metrics.exists() and metrics.stat().st_size):
+        while after == "step" and not all(path.exists() and path.stat().st_size for path in metrics):
             assert process.poll() is None
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGINT)

@@ -52,7 +52,7 @@ def test_a_stopped_run_is_called_so_with_how_and_the_command_to_go_on(
     monkeypatch.setenv("COLUMNS", "300")
     shutil.copy(small_corpus, tmp_path / "text.jsonl")
     with started(tmp_path, "--name", "one", "--num-tokens", "10M") as process:
-        wait_for_step(process, tmp_path / "runs" / "one", step=3)
+        wait_for_step(process, tmp_path / "runs" / "one", step=3, num_replicas=2)
         assert process.pid is not None
         os.kill(process.pid, number)
         process.wait(TIMEOUT_SECONDS)

@@ -75,10 +75,11 @@ def replicas(launcher: int) -> list[int]:
     return [replica for supervisor in supervisors for replica in children(supervisor)]
 
 
-def wait_for_step(process: Program, run: Path, step: int) -> int:
-    """The process of the last replica, once replica 0 has come that far."""
-    path, deadline = run / "metrics-0.jsonl", time.monotonic() + TIMEOUT_SECONDS
-    while not path.exists() or path.read_text().count("\n") < step:
+def wait_for_step(process: Program, run: Path, step: int, *, num_replicas: int = 1) -> int:
+    """The process of the last replica, once the first ones have come that far."""
+    paths = [run / f"metrics-{replica}.jsonl" for replica in range(num_replicas)]
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not all(path.exists() and path.read_text().count("\n") >= step for path in paths):
         assert time.monotonic() < deadline and process.process.exitcode is None, "the run came to nothing"
         time.sleep(0.02)
     return max(replicas(process.pid))
