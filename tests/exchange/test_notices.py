@@ -186,7 +186,7 @@ def end_amid_a_payload(secret: str | None) -> tuple[tuple[int, ...], str]:
 @pytest.mark.parametrize("secret", [None, "correct horse battery staple"])
 def test_a_replica_that_ends_amid_its_payload_is_missed_at_once(secret):
     results = (run_replicas(end_amid_a_payload, 2, secret, joined=False, mortal=(1,))[0] for _ in range(5))
-    missing, message = next(result for result in results if result[0])
+    missing, message = next((result for result in results if result[0]), ((), ""))
     assert missing == (1,) and "no payload from or to replica 1 (its process has ended, or" in message
 
 
