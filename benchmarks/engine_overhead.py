@@ -13,7 +13,7 @@ import torch
 
 import diloco
 from diloco.models.decoder_config import DecoderConfig
-from diloco.training.hardware import use_autocast
+from diloco.training.hardware import chosen_precision
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
         schedule=diloco.Schedule(sync_every=10**6, num_fragments=len(fragments), overlap_steps=1),
         exchange=diloco.LoopbackExchange(),
     )
-    is_half = use_autocast("auto", torch.device("cpu"))
+    is_half = chosen_precision("auto", torch.device("cpu")) == "bf16"
     window = torch.randint(0, 1024, (2, 257), generator=torch.Generator().manual_seed(0))
     training, engine_alone = [], []
     for _ in range(arguments.steps):

@@ -29,7 +29,7 @@ from diloco.data.tokenizers import load_tokenizer
 from diloco.models.decoder import Decoder
 from diloco.models.decoder_config import DecoderConfig
 from diloco.publishing.differences import apply_to, content_digest, difference_of
-from diloco.training.hardware import use_autocast
+from diloco.training.hardware import chosen_precision
 
 STEPS = 4
 """Steps at each learning rate; the parameters after the last two are kept."""
@@ -139,7 +139,7 @@ def take_step(model: Decoder, optimizer: torch.optim.Optimizer, tokens: Tensor, 
     generator, length = torch.Generator().manual_seed(step), min(256, len(tokens) - 2)
     starts = torch.randint(len(tokens) - length - 1, (2,), generator=generator).tolist()
     window = torch.stack([tokens[start : start + length + 1] for start in starts])
-    with torch.autocast("cpu", torch.bfloat16, enabled=use_autocast("auto", torch.device("cpu"))):
+    with torch.autocast("cpu", torch.bfloat16, enabled=chosen_precision("auto", torch.device("cpu")) == "bf16"):
         logits = model(window[:, :-1])
     model.loss(logits, window[:, 1:], 1e-4)[1].backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)

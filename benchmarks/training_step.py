@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from diloco.models.decoder import Decoder
 from diloco.models.decoder_config import DecoderConfig
-from diloco.training.hardware import use_autocast
+from diloco.training.hardware import chosen_precision
 
 SIZES = {
     "1M": DecoderConfig(num_layers=6, num_heads=2, width=128, vocab_size=257),
@@ -27,7 +27,7 @@ SIZES = {
     "20M": DecoderConfig(num_layers=8, num_heads=8, width=448, vocab_size=1024),
 }
 Z_LOSS = 1e-4
-IS_HALF = use_autocast("auto", torch.device("cpu"))
+IS_HALF = chosen_precision("auto", torch.device("cpu")) == "bf16"
 
 
 class PlainBlock(nn.Module):

@@ -59,15 +59,15 @@ def check_there(asked: str) -> None:
         raise UserError("device=mps, but torch finds no Apple GPU here: set device=cpu", "device")
 
 
-def use_autocast(precision: str, device: torch.device) -> bool:
-    """True if the forward pass runs in bfloat16 autocast on a device, for a config's `precision`."""
-    if precision != "auto":
-        return precision == "bf16"
+def chosen_precision(asked: str, device: torch.device) -> str:
+    """The precision of a device's forward passes, for a config's `precision`: `auto` is bf16 or fp32."""
+    if asked != "auto":
+        return asked
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "mps":  # not tried yet: only where it is asked for
-        return False
-    return bool(_cpu_has_bf16())
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_bf16 = device.type == "cpu" and bool(_cpu_has_bf16())  # mps: not tried yet, only where it is asked for
+    return "bf16" if has_bf16 else "fp32"
 
 
 def warn_of_emulation(precision: str, device: torch.device) -> None:

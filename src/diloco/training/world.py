@@ -23,7 +23,7 @@ from diloco.exchange.process_group import GroupExchange, ProcessGroupExchange, T
 from diloco.exchange.transport import Group, LoopbackExchange, OneProcess, Transport, wait_for_all
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.resolve import facts_with_rendezvous, text_facts
-from diloco.training.hardware import chosen_device, use_autocast, warn_of_emulation
+from diloco.training.hardware import chosen_device, chosen_precision, warn_of_emulation
 from diloco.training.processes import STORE, process_name, under_a_launcher
 
 if TYPE_CHECKING:
@@ -261,8 +261,8 @@ class World:
     """The device on which this process computes."""
     is_first_on_machine: bool
     """True if this process writes the files that the processes of one machine share."""
-    autocast: bool
-    """True if the forward pass runs in bfloat16 autocast."""
+    precision: str
+    """bf16, fp32 or bf16-params: the config's, where `auto` is decided by the device."""
     num_readers: int = 1
     """The processes of this replica, or groups of processes in a row, that read sequences of their own."""
     rendezvous: "StoreRendezvous | None" = None
@@ -270,6 +270,11 @@ class World:
     replica's processes only the first has joined it."""
     store: dist.Store | None = None
     """A store of all processes, in which a stop of the run is announced; None in a process alone."""
+
+    @property
+    def autocast(self) -> bool:
+        """True if the forward pass runs in bfloat16 autocast."""
+        return self.precision == "bf16"
 
     @property
     def replica(self) -> int:
@@ -488,7 +493,7 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
         host_group=TorchGroup(own_group, torch.device("cpu")),
         device=device,
         is_first_on_machine=is_first_on_machine,
-        autocast=use_autocast(config.precision, device),
+        precision=chosen_precision(config.precision, device),
         num_readers=config.readers_per_replica,
     )
 
@@ -518,5 +523,5 @@ def alone(precision: str = "auto", device: torch.device | None = None) -> World:
         host_group=OneProcess(),
         device=device,
         is_first_on_machine=True,
-        autocast=use_autocast(precision, device),
+        precision=chosen_precision(precision, device),
     )

@@ -270,7 +270,7 @@ def _summary(
         "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_trained, num_replicas) * state.step,
         "device": world.device.type,
         "machine": machine_name(world.device),
-        "precision": "bf16" if world.autocast else "fp32" if config.precision == "auto" else config.precision,
+        "precision": world.precision,
     } | ({} if rendezvous is None else {"replica_tokens_per_second": own_pace} | _of_the_log(rendezvous, counted))
 
 
