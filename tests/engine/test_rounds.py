@@ -144,6 +144,7 @@ def diverge(case: Case, step: int) -> tuple[str, int, bool]:
     for t in range(1, step):
         inner_step(model, engine.exchange.replica, t)
         engine.step()
+    dist.barrier()  # else the other replica may fail in an earlier step
     bytes_sent, Theta = engine.bytes_sent, outer_of(engine)
     if engine.exchange.replica == 1:
         nn.init.constant_(model.blocks[1].bias, float("nan"))

@@ -274,7 +274,12 @@ def error_of_connect(folder: str, *, seconds: float = 20.0, **arguments: str | N
 
 @pytest.mark.parametrize("replica", [0, 1])
 def test_a_start_that_waits_says_for_whom_and_ends(replica, caplog, monkeypatch):
+    def wait(missing, *, begin: float, **how: Any) -> None:
+        """Wait as long as if the store had been there at once."""
+        wait_for_all(missing, begin=time.monotonic(), **how)
+
     monkeypatch.setattr("diloco.exchange.transport.SECONDS_OF_SILENCE", 0.0)
+    monkeypatch.setattr(meeting, "wait_for_all", wait)
     address = f"127.0.0.1:{free_port()}"
     missing = f"replica {1 - replica}"
     with (
