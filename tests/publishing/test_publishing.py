@@ -1,12 +1,15 @@
 """Publish and follow: the bits of every version, the way to it, and whatever is refused on the way."""
 
+import asyncio
 import json
 import logging
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +21,7 @@ from tests.fault_proxy import FaultProxy
 from tests.rendezvous.test_entries import object_of
 from tests.servers import Server
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import diloco
 from diloco.errors import PayloadError, UserError
@@ -233,6 +237,51 @@ def test_two_publishers_in_one_place(place: str) -> None:
         assert other.publish(changed(state, 5), step=5).number == 4
 
 
+def test_an_own_version_that_the_store_takes_late_is_followed(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = published(place, 1)[-1]
+    with diloco.Publisher(place, dtype=None) as publisher:
+        create, held_back = publisher.store.create, list[tuple]()
+
+        async def create_late(name: str, *arguments: object, **options: object) -> object:
+            if name == "versions/0000000001":
+                held_back.append((name, *arguments))
+                if len(held_back) < 3:
+                    raise StoreUnreachableError("no answer")
+                await create(*held_back[0])
+            return await create(name, *arguments, **options)
+
+        monkeypatch.setattr(publisher.store, "create", create_late)
+        for step in (1, 2):
+            with pytest.raises(StoreUnreachableError, match="no answer"):
+                publisher.publish(changed(state, step), step=step)
+        newest = changed(state, 3)
+        assert publisher.publish(newest, step=3).number == 2
+    with diloco.Follower(place) as follower:
+        assert follower.update() is not None and same_bits(newest, follower.state)
+
+
+def test_threads_with_one_publisher_wait_for_one_another(place: str) -> None:
+    with diloco.Publisher(place) as publisher, ThreadPoolExecutor(3) as threads:
+        state = {"w": torch.zeros(1 << 18)}
+        versions = threads.map(lambda step: publisher.publish(state, step=step), range(6))
+        assert sorted(version.number for version in versions) == [*range(6)]
+
+
+def test_a_list_that_lacks_the_newest_version_is_no_harm(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = published(place, 3)[-1]
+    with diloco.Follower(place) as follower, diloco.Publisher(place, dtype=None) as publisher:
+        follower.update()
+        for store in (follower.store, publisher.store):
+            real = store.list
+
+            async def late(prefix: str, *, real: Callable = real, **options: object) -> list:
+                return (await real(prefix, **options))[:-1]
+
+            monkeypatch.setattr(store, "list", late)
+        assert follower.update() is None
+        assert publisher.publish(changed(state, 3), step=30).number == 3
+
+
 def test_keys(place: str, tmp_path: Path) -> None:
     own, other = write_key(tmp_path / "own.key"), write_key(tmp_path / "other.key")
     state = published(place, 2, key=str(tmp_path / "own.key"))[-1]
@@ -265,6 +314,77 @@ def test_publishers_of_the_same_states_take_turns(place: str, tmp_path: Path) ->
         for late in publishers:
             with pytest.raises(OvertakenError, match="version 3 of step 3 is published already"):
                 late.publish(state, step=3)
+
+
+def test_an_older_version_that_lands_first_is_followed(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = published(place, 1)[-1]
+    with diloco.Publisher(place, dtype=None) as ours, diloco.Publisher(place, dtype=None) as other:
+        for publisher in (ours, other):
+            publisher.share_with([""])
+        create, older = ours.store.create, [1, 2]
+
+        async def create_late(name: str, *arguments: object, **options: object) -> object:
+            if name.startswith("versions/") and older:
+                await asyncio.to_thread(other.publish, changed(state, 1), step=older.pop(0))
+            return await create(name, *arguments, **options)
+
+        monkeypatch.setattr(ours.store, "create", create_late)
+        newest = changed(state, 3)
+        assert ours.publish(newest, step=3).number == 3 and not older
+        older.append(4)
+        with pytest.raises(OvertakenError, match="version 4 of step 4 is published already"):
+            ours.publish(newest, step=4)
+    with diloco.Follower(place) as follower:
+        assert follower.update() is not None and same_bits(changed(state, 1), follower.state)
+
+
+def test_a_version_of_a_former_key_is_not_believed(place: str, tmp_path: Path) -> None:
+    own, former = (write_key(tmp_path / name) for name in ("own.key", "former.key"))
+    published(place, 2, key=str(tmp_path / "former.key"))
+    state = changed(some_state(), 7)
+    with (
+        diloco.Publisher(place, dtype=None, key=str(tmp_path / "own.key")) as publisher,
+        diloco.Follower(place, public_key=own) as follower,
+    ):
+        publisher.share_with([own])
+        with pytest.raises(UserError, match=r"is forged.*: publish with the key of the versions there"):
+            publisher.publish(state, step=3)
+        publisher.share_with([own], former_keys=[former])
+        first = publisher.publish(state, step=3)  # less than the step of the version before
+        assert first.number == 2 and first.difference is None
+        assert follower.update() == first and same_bits(state, follower.state)
+        assert publisher.publish(changed(state, 8), step=4).whole is None
+
+
+@pytest.mark.parametrize("is_begun_anew", [True, False])
+def test_signed_versions_of_elsewhere_are_refused(place: str, tmp_path: Path, is_begun_anew: bool) -> None:
+    """Of another place, or of this one before it was begun anew; those between are not there."""
+    key, elsewhere = write_key(tmp_path / "a.key"), str(tmp_path / "elsewhere")
+    options = {"key": str(tmp_path / "a.key"), "whole_every": 2}
+    published(elsewhere, 8, **options)
+    state = published(place, 2, **options)[-1]
+    with diloco.Follower(place, public_key=key) as follower:
+        follower.update()
+        if is_begun_anew:
+            shutil.rmtree(place)
+        shutil.copytree(elsewhere, place, dirs_exist_ok=True)
+        with pytest.raises(UserError, match=r"version 7 .* is of another series than version 1, which is held"):
+            follower.update()
+        assert follower.version is not None and same_bits(state, follower.state)
+
+
+class Opaque(Tensor):
+    """A tensor that wraps others, as quantized ones do, and can't be copied."""
+
+    def __new__(cls) -> "Opaque":
+        return Tensor._make_wrapper_subclass(cls, (2,))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: object, types: object, *arguments: object) -> None:
+        raise NotImplementedError(function)
+
+    def __repr__(self) -> str:
+        return "Opaque"
 
 
 class Tied(nn.Module):
@@ -341,6 +461,30 @@ def test_a_wait_for_the_first_version_is_told(
     assert [line for line in caplog.messages if "has no version yet" in line] == [
         f"{Path(place)} has no version yet: waiting for its publisher …"
     ]
+
+
+def test_tensors_that_wrap_others_are_not_tied(place: str) -> None:
+    """They have no address, so that one of them can't be told from another by it."""
+    wrapped = {name: AsyncCollectiveTensor(torch.full((3,), float(i))) for i, name in enumerate("ab")}
+    with diloco.Publisher(place, dtype=None) as publisher, diloco.Follower(place) as follower:
+        assert publisher.publish(wrapped | {"c": wrapped["b"]}, step=1).tied == {"c": "b"}
+        into = {name: torch.zeros(3) for name in "abc"}
+        follower.load_into(into)
+        assert {name: tensor.tolist() for name, tensor in into.items()} == {
+            "a": [0.0] * 3,
+            "b": [1.0] * 3,
+            "c": [1.0] * 3,
+        }
+        follower.load_into({name: AsyncCollectiveTensor(torch.zeros(3)) for name in "abc"})
+
+
+def test_a_tensor_with_one_value_in_several_places_is_refused(place: str) -> None:
+    with diloco.Publisher(place, dtype=None) as publisher, diloco.Follower(place) as follower:
+        publisher.publish({"a": torch.ones(2), "b": torch.ones(2)}, step=1)
+        into = {"a": torch.zeros(2), "b": torch.zeros(1).expand(2)}
+        with pytest.raises(UserError, match=r"b of the model has one value in several places, by expand\(\)"):
+            follower.load_into(into)
+        assert not into["a"].any()
 
 
 def test_a_view_with_other_values_is_not_tied(place: str) -> None:
@@ -640,6 +784,7 @@ def test_a_follower_that_is_slower_than_retention(place: str) -> None:
             {"a": torch.zeros(2, dtype=torch.complex128)},
             "a has the type torch.complex128, which safetensors lacks",
         ),
+        ({"a": Opaque()}, r"a is a Opaque, which can't be copied to a plain tensor: publish the model before"),
         ({"b": torch.zeros(2)}, r"has version 0 of another model: a is missing: publish this one at a URL"),
         ({"a": torch.zeros(2), "b": torch.zeros(2)}, "of another model: b is new"),
         ({"a": torch.zeros(3)}, r"a is bfloat16 of shape \(3,\), and was bfloat16 of shape \(2,\)"),

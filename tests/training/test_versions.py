@@ -1,6 +1,7 @@
 """The versions that a run publishes beside its training."""
 
 import os
+import threading
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from diloco.outer.step import OuterStep
 from diloco.publishing.differences import content_digest
 from diloco.publishing.publisher import Publisher
 from diloco.publishing.versions import Version
+from diloco.rendezvous.log.keys import write_key
 from diloco.rendezvous.store import StoreError
 from diloco.schedule import Sync
 from diloco.training.config.config import TrainConfig
@@ -153,7 +155,7 @@ def outer_step(fragment: int, round: int, members: tuple[int, ...]) -> OuterStep
 def rendezvous_of(replica: int, run: str) -> SimpleNamespace:
     """A rendezvous in which a run of two fragments has ended."""
     logs = (SimpleNamespace(round=4), SimpleNamespace(round=3))
-    state = SimpleNamespace(allowed=(), members=(), fragments=logs, run=run)
+    state = SimpleNamespace(creator="", allowed=(), members=(), fragments=logs, run=run)
     return SimpleNamespace(replica=replica, is_closed=True, state=state)
 
 
@@ -197,6 +199,25 @@ def test_two_runs_do_not_take_turns_in_one_place(tmp_path: Path) -> None:
         ours.close()
     with diloco.Follower(str(place)) as follower:
         assert [version.facts["log"] for version in versions(place, follower=follower).values()] == ["a", "a"]
+
+
+def test_a_key_that_was_shut_out_publishes_for_the_run_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "place"
+    own, former = (write_key(tmp_path / name) for name in ("own.key", "former.key"))
+    with diloco.Publisher(str(place), key=str(tmp_path / "former.key")) as publisher:
+        publisher.publish(Net(), step=1 << 40, facts={"log": "a"})
+    monkeypatch.setenv("DILOCO_KEY", str(tmp_path / "own.key"))
+    rendezvous, members = rendezvous_of(0, "a"), [SimpleNamespace(key=key) for key in (own, former)]
+    vars(rendezvous.state).update(creator=own, allowed=(own,), members=members)
+    engine = diloco.StreamingDiLoCo(Net(), sync_every=6, exchange=diloco.LoopbackExchange())
+    ours = publisher_of(engine, place, rendezvous=rendezvous)
+    ours.after(20, [outer_step(fragment, 3, (0, 1)) for fragment in (0, 1)])
+    ours._thread.join()
+    ours.close()
+    with diloco.Follower(str(place), public_key=own) as follower:
+        assert (version := follower.update()) is not None and version.step == 18
 
 
 def test_a_last_version_that_is_not_published_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,12 +291,17 @@ def test_data_parallel_publishes_its_parameters(tmp_path: Path, small_corpus: Pa
     place = tmp_path / "place"
     settings = {"method": "data_parallel", "num_replicas": 1, "num_tokens": 32 * 8 * 12}
     config = quick_config(tmp_path, small_corpus, publish=str(place), publish_every=3, **settings)
-    assert train(config) is not None
+
+    def wait_until_published(_: object) -> None:
+        for thread in threading.enumerate():
+            if thread.name == "diloco publish":
+                thread.join(20)
+
+    assert train(config, on_step=wait_until_published) is not None
     with diloco.Follower(str(place)) as follower:
         version = follower.update()
-        assert version is not None and version.facts["final"] and version.step == config.num_steps
-        steps = {each.step for each in versions(place, follower=follower).values()}
-    assert steps > {0, version.step} and all(step % 3 == 0 for step in steps - {version.step})
+        assert version is not None and version.facts["final"] and version.step == config.num_steps == 12
+        assert [each.step for each in versions(place, follower=follower).values()] == [0, 3, 6, 9, 12]
 
 
 def test_a_place_of_another_model_ends_the_run(tmp_path: Path) -> None:

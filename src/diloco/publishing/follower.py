@@ -19,7 +19,7 @@ from diloco.errors import UserError
 from diloco.exchange.private_torch import changes_of
 from diloco.exchange.transport import SECONDS_OF_SILENCE
 from diloco.publishing.differences import content_digest
-from diloco.publishing.states import State, load
+from diloco.publishing.states import State, address_of, load
 from diloco.publishing.versions import Chain, GoneError, Held, Version
 from diloco.rendezvous.log_thread import Background
 from diloco.rendezvous.store import Store, StoreUnreachableError
@@ -78,7 +78,7 @@ class Follower:
         self._gone_since: float | None = None
         """Time at which the place of the held version was first seen empty."""
         self._is_iterated = False
-        self._loaded: tuple[weakref.ref[nn.Module], str, dict[str, tuple[int, int]]] | None = None
+        self._loaded: tuple[weakref.ref[nn.Module], str, dict[str, tuple[object, int]]] | None = None
         """The module that was loaded last, the digest of its version, and its tensors as they were left."""
         self._lock = threading.RLock()
         """Held while a version is taken or copied: the state is changed in place."""
@@ -235,6 +235,13 @@ class Follower:
         if held is not None and not lists and await self._chain.version(held.number + 1) is None:
             return None
         numbers = await self._chain.numbers()
+        if held is not None and numbers and numbers[-1] < held.number:
+            if await self._chain.version(held.number) == held:
+                return None  # the list is not up to date
+            raise UserError(
+                f"{self._store.url} ends with version {numbers[-1]}, and this follower holds {held.name}: the "
+                "versions begin anew: follow them with a new follower"
+            )
         self._check_there(held, numbers)
         if not numbers or (held is not None and numbers[-1] <= held.number):
             return None
@@ -250,14 +257,13 @@ class Follower:
             raise StoreUnreachableError(
                 f"{self._store.url} has had no versions for {self._timeout_seconds:g} s: bring the place back"
             )
-        if held is not None and numbers and numbers[-1] < held.number:
-            raise UserError(
-                f"{self._store.url} ends with version {numbers[-1]}, and this follower holds {held.name}: the "
-                "versions begin anew: follow them with a new follower"
-            )
 
 
-def _tensors_as_left(model: nn.Module) -> dict[str, tuple[int, int]]:
+def _tensors_as_left(model: nn.Module) -> dict[str, tuple[object, int]]:
     """By name each tensor's address and the number of operations that changed it; 0 if torch counts none."""
-    tensors = model.state_dict()
-    return {name: (t.data_ptr(), 0 if t.is_inference() else changes_of(t)) for name, t in tensors.items()}
+    return {name: _as_left(tensor) for name, tensor in model.state_dict().items()}
+
+
+def _as_left(tensor: Tensor) -> tuple[object, int]:
+    unknown = object() if tensor.numel() else 0  # an object equals no other
+    return address_of(tensor) or unknown, 0 if tensor.is_inference() else changes_of(tensor)

@@ -3,8 +3,11 @@
 import asyncio
 import logging
 import re
+import secrets
+import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
@@ -36,12 +39,16 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("diloco")
 _FOR_EVER = float(1 << 30)
 """Bound of a wait for requests that are bounded themselves."""
+_MOST_TRIES = 4
+"""Times that a version may find another in its place."""
 
 
 class OvertakenError(UserError):
-    """Another publisher of the same states has published this one, or a newer one, `newest` where it was read."""
+    """Another publisher of the same states has published this one, or a newer one: `newest`."""
 
-    newest: Version | None = None
+    def __init__(self, newest: Version) -> None:
+        super().__init__(f"version {newest.number} of step {newest.step} is published already")
+        self.newest = newest
 
 
 class Publisher:
@@ -93,17 +100,21 @@ class Publisher:
         self._is_alone = True
         self._shared_facts: Mapping[str, Any] = {}
         """The facts of all versions of those with whom this publisher shares the place."""
+        self._former_keys: Collection[str] = ()
+        """Keys of which versions are followed by others, but nothing else of them is believed."""
         self._chain = Chain(self._store, [self._signer.public], timeout_seconds)
         self._newest: Version | None = None
-        """The newest version of the place, once it is known; `_chain` holds it, unless it is damaged there."""
+        """The newest version that is known; `_chain` holds it, unless it is damaged there, or of a former key."""
         self._is_known = False
-        self._after_failure: list[tuple[Version | None, Held | None]] = []
-        """The versions that may be the newest after a publication that failed: the one before it, and its own;
-        each with its state, unless it is damaged in the store."""
+        """True if it is the newest of the place, as far as its only publisher can know."""
+        self._attempts: list[tuple[Version, Held | None]] = []
+        """Own versions after it that may be in the store, though it gave no answer; of the last one the state."""
         self._lost = ""
         """The reason why this place is another publisher's."""
         self._has_cleaned = False
         self._is_closed = False
+        self._lock = threading.Lock()
+        """Held while a version is published."""
         self._background = Background("diloco publisher")
         self._background.start()
         weakref.finalize(self, self._background.stop)
@@ -113,14 +124,22 @@ class Publisher:
         """The store, with its counts of requests and bytes."""
         return self._store
 
-    def share_with(self, public_keys: Iterable[str], facts: Mapping[str, Any] | None = None) -> None:
+    def share_with(
+        self,
+        public_keys: Iterable[str],
+        facts: Mapping[str, Any] | None = None,
+        *,
+        former_keys: Collection[str] = (),
+    ) -> None:
         """From now on take the versions of others, too, that publish the same states here: each step once.
 
         Args:
             public_keys: of the others; an empty one where they have none.
             facts: those that all of their versions have; a version with another value of one is of other states.
+            former_keys: of those who publish here no more; a version of theirs is followed by a whole one, of
+                whichever step.
         """
-        self._is_alone, self._shared_facts = False, facts or {}
+        self._is_alone, self._shared_facts, self._former_keys = False, facts or {}, former_keys
         self._chain.public_keys = [*dict.fromkeys([self._signer.public, *public_keys])]
 
     def publish(
@@ -133,7 +152,8 @@ class Publisher:
     ) -> Version:
         """Publish weights as the next version; returns when it is there for all.
 
-        After an error the next call looks into the store, and goes on.
+        After an error the next call looks into the store, and goes on. Calls from several threads wait for one
+        another.
 
         Args:
             model: a module, or tensors by name, on any device. They are copied first; of tied tensors one copy is
@@ -159,8 +179,9 @@ class Publisher:
                     f"the file {name} has {len(content):,} bytes, more than {MOST_FILE_BYTES:,}", "files"
                 )
         state, tied = copied(model, self._dtype)
-        work = self._publish(state, step=step, facts=values, tied=tied, files=files)
-        return self._background.wait(work, _FOR_EVER, self._store.url)
+        with self._lock:
+            work = self._publish(state, files, step=step, facts=values, tied=tied)
+            return self._background.wait(work, _FOR_EVER, self._store.url)
 
     def close(self) -> None:
         """End the publisher's thread; the versions stay."""
@@ -173,21 +194,24 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def _publish(
-        self,
-        state: State,
-        *,
-        step: int,
-        facts: dict[str, Any],
-        tied: dict[str, str],
-        files: Mapping[str, bytes] | None,
-    ) -> Version:
-        await self._look()
+    async def _publish(self, state: State, files: Mapping[str, bytes] | None, **fields: Any) -> Version:
+        for _ in range(_MOST_TRIES):
+            is_believed, newest = await self._look(), self._newest
+            if not self._is_alone and newest is not None and is_believed:
+                self._check_is_newer(fields["step"], newest)
+            if version := await self._try(state, files, **fields):
+                await self._clean(version, newest)
+                return version
+        raise StoreUnreachableError(f"{self._store.url} has had another new version {_MOST_TRIES} times meanwhile")
+
+    def _check_is_newer(self, step: int, newest: Version) -> None:
+        is_of_others = any(newest.facts.get(name, value) != value for name, value in self._shared_facts.items())
+        if newest.step >= step or is_of_others:
+            raise OvertakenError(newest)
+
+    async def _try(self, state: State, files: Mapping[str, bytes] | None, **fields: Any) -> Version | None:
+        """Publish a version after the newest that is known; None if there is another in its place."""
         before, newest = self._chain.held, self._newest
-        if not self._is_alone and newest is not None and (newest.step >= step or self._is_of_others(newest)):
-            overtaken = OvertakenError(f"version {newest.number} of step {newest.step} is published already")
-            overtaken.newest = newest
-            raise overtaken
         if before is not None and (difference := unlike(before.state, state)):
             raise UserError(
                 f"{self._store.url} has {before.version.name} of another model: {difference}: publish this one at "
@@ -197,65 +221,77 @@ class Publisher:
         bodies = {kind: await asyncio.to_thread(Body.of, parts) for kind, parts in buffers.items()}
         number = 0 if newest is None else newest.number + 1
         version = Version(
+            series=secrets.token_hex(32) if newest is None else newest.series,
             number=number,
-            step=step,
             digest=await asyncio.to_thread(content_digest, state),
-            facts=facts,
             previous="" if newest is None else newest.link,
             start=number if newest is None or "whole" in bodies else newest.start,
             num_bytes=num_bytes_of(state),
             whole=bodies.get("whole"),
             difference=bodies.get("difference"),
-            tied=tied,
             files=_named(files, newest),
+            **fields,
         )
         head = self._head(version)
-        self._is_known, self._after_failure = False, [(newest, before), (version, Held(version, state))]
+        self._is_known = False
+        self._attempts = [*((earlier, None) for earlier, _ in self._attempts), (version, Held(version, state))]
         for kind, body in bodies.items():
             await upload(self._store, number, body, buffers[kind], self._patience)
         for name, content in (files or {}).items():
             await self._store.create(file_name(version.files[name]), content, patience_seconds=self._patience)
         if await self._store.create(VERSION.name(number), head, patience_seconds=self._patience) is not None:
-            self._lose(number)
-        self._chain.held, self._newest, self._is_known = Held(version, state), version, True
-        await self._clean(version, newest)
+            return None
+        self._chain.held, self._newest = Held(version, state), version
+        self._is_known, self._attempts = True, []
         return version
 
-    def _is_of_others(self, version: Version) -> bool:
-        return any(version.facts.get(name, value) != value for name, value in self._shared_facts.items())
-
-    async def _look(self) -> None:
-        """Find the newest version at the first publication, and after one that failed."""
+    async def _look(self) -> bool:
+        """Find the newest version, unless it is known; False if it is one of a former key."""
         if self._lost:
             raise UserError(self._lost, "url")
-        numbers = [self._newest.number] if self._newest is not None and self._is_known and self._is_alone else []
-        numbers = numbers or await self._chain.numbers()
+        is_known = self._newest is not None and self._is_known and self._is_alone
+        number = self._newest.number if self._newest and is_known else await self._chain.newest_number()
+        newest, is_believed = await self._read(number)
+        if newest is None and self._newest is not None:  # such as a directory that is not mounted any more
+            raise StoreUnreachableError(f"{self._newest.name} is gone from {self._store.url}: bring it back")
+        own = [held for version, held in self._attempts if version == newest]
+        if newest is None or not is_believed:
+            self._chain.held = None
+        elif own:
+            self._chain.held = own[0]
+        elif newest != self._newest:
+            if self._is_alone and (self._newest is not None or self._attempts):
+                self._lose(newest)
+            await self._take(newest)
+        self._newest, self._is_known = newest, True
+        self._attempts = [pair for pair in self._attempts if newest is None or pair[0].number > newest.number]
+        return is_believed
+
+    async def _read(self, number: int | None) -> tuple[Version | None, bool]:
+        """A version's header, and whether one of the keys of today has signed it."""
+        if number is None:
+            return None, True
         try:
-            newest = await self._chain.version(numbers[-1]) if numbers else None
+            return await self._chain.version(number), True
         except PayloadError as error:
+            with suppress(PayloadError):
+                if self._former_keys:
+                    return await self._chain.version(number, self._former_keys), False
             raise UserError(
                 f"{error}: publish with the key of the versions there, or at a URL of its own"
             ) from None
-        if newest is None and self._newest is not None:  # such as a directory that is not mounted any more
-            raise StoreUnreachableError(f"{self._newest.name} is gone from {self._store.url}: bring it back")
-        if self._after_failure and self._is_alone:
-            known = [held for version, held in self._after_failure if version == newest]
-            if not known:
-                self._lose(numbers[-1])
-            self._chain.held = known[0]
-        elif newest is not None and newest != self._newest:
-            try:
-                await self._chain.take(newest)
-            except PayloadError as error:
-                self._chain.held = None  # an earlier version, perhaps
-                _LOG.warning("%s; a whole version follows", error)
-        self._newest, self._is_known, self._after_failure = newest, True, []
 
-    def _lose(self, number: int) -> NoReturn:
-        if not self._is_alone:
-            raise OvertakenError(f"version {number} was published by another meanwhile")
+    async def _take(self, newest: Version) -> None:
+        """Hold the newest version; none if it is damaged."""
+        try:
+            await self._chain.take(newest)
+        except PayloadError as error:
+            self._chain.held = None  # an earlier version, perhaps
+            _LOG.warning("%s; a whole version follows", error)
+
+    def _lose(self, newest: Version) -> NoReturn:
         self._lost = (
-            f"another publisher has written version {number} in {self._store.url}: a place takes one publisher: "
+            f"another publisher has written {newest.name} in {self._store.url}: a place takes one publisher: "
             "stop one of them, or give it a URL of its own"
         )
         raise UserError(self._lost, "url")

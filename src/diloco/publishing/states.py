@@ -51,14 +51,27 @@ def copied(model: "nn.Module | Mapping[str, Tensor]", dtype: torch.dtype | None)
         _check_dense(name, tensor)
         if tensor.dtype not in _NAMES:
             raise UserError(f"{name} has the type {tensor.dtype}, which safetensors lacks: leave it out")
-        first = firsts.setdefault(_memory(tensor), name) if tensor.numel() else name
+        first = firsts.setdefault(_memory(tensor), name)
         if first != name:
             tied[name] = first
             continue
-        own = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        cast = tensor.detach().to(own)  # where it lies: fewer bytes leave a GPU
-        state[name] = torch.empty(cast.shape, dtype=own, device="cpu").copy_(cast)
+        state[name] = _copied(name, tensor, dtype)
     return state, tied
+
+
+def _copied(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    own = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    try:
+        cast = tensor.detach().to(own)  # where it lies: fewer bytes leave a GPU
+        return torch.empty(cast.shape, dtype=own, device="cpu").copy_(cast)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+        if address_of(tensor) is not None:
+            raise
+        kind = type(tensor).__name__
+        raise UserError(
+            f"{name} is a {kind}, which can't be copied to a plain tensor: publish the model before it is "
+            "quantized, or give what its dequantize() returns"
+        ) from error
 
 
 def _check_dense(name: Any, tensor: Any) -> None:
@@ -70,9 +83,16 @@ def _check_dense(name: Any, tensor: Any) -> None:
         raise UserError(f"{name} is no dense tensor with values: leave it out, or make it one")
 
 
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors that are one in memory."""
-    place = tensor.device, tensor.data_ptr()
+def address_of(tensor: Tensor) -> int | None:
+    """The address of a tensor; None where torch knows none: of empty tensors, and those that wrap others."""
+    return tensor.data_ptr() or None
+
+
+def _memory(tensor: Tensor) -> Any:
+    """Equal for two tensors that are one in memory; both must live."""
+    if (address := address_of(tensor)) is None:
+        return id(tensor)
+    place = tensor.device, address
     return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
 
@@ -167,7 +187,7 @@ def load(state: Mapping[str, Tensor], tied: Mapping[str, str], model: "nn.Module
     groups = dict[Any, list[str]]()
     for name, target in targets.items():
         _check_dense(name, target)
-        groups.setdefault(_memory(target) if target.numel() else name, []).append(name)
+        groups.setdefault(_memory(target), []).append(name)
     copies, missing = list[tuple[Tensor, Tensor]](), list[str]()
     for names in groups.values():
         if known := [name for name in names if name in sources]:
@@ -195,6 +215,10 @@ def _check_copy(names: list[str], targets: Mapping[str, Tensor], sources: Mappin
         raise UserError(
             f"{names[0]} has the shape {tuple(target.shape)} in the model, and {tuple(source.shape)} in the "
             "version: build the model that is published"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
+        raise UserError(
+            f"{names[0]} of the model has one value in several places, by expand(): make it contiguous"
         )
     if not torch.can_cast(source.dtype, target.dtype):
         raise UserError(

@@ -26,7 +26,7 @@ from diloco.files import sha256
 from diloco.publishing.differences import apply_to, content_digest
 from diloco.publishing.states import State, num_bytes_of, open_whole, unlike
 from diloco.rendezvous.log.entries import Digest, Key
-from diloco.rendezvous.log.keys import Signed
+from diloco.rendezvous.log.keys import Opened, Signed
 from diloco.rendezvous.objects import body_tensor
 from diloco.rendezvous.store import BadObjectError, Store, StoreError
 from diloco.schema import Count
@@ -65,6 +65,8 @@ class Version:
 
     format: Count = FORMAT
     """The version of this form."""
+    series: Digest
+    """Random, of version 0; all that follow have it, so that signed versions of elsewhere can't join them."""
     number: Count
     """Versions before it."""
     step: Count
@@ -241,8 +243,19 @@ class Chain:
         names = (re.fullmatch(r"versions/(\d{10})", name) for name, _ in listed)
         return [int(name[1]) for name in names if name]
 
-    async def version(self, number: int) -> Version | None:
+    async def newest_number(self) -> int | None:
+        """The number of the newest version, also where a list does not have it yet; None if there is none."""
+        number = max(await self.numbers(), default=-1)
+        while await self._get(VERSION.name(number + 1), VERSION.most_head_bytes) is not None:
+            number += 1
+        return None if number < 0 else number
+
+    async def version(self, number: int, public_keys: Collection[str] | None = None) -> Version | None:
         """A version's header; None if it is not there.
+
+        Args:
+            number: the version's.
+            public_keys: those of which one has signed it; None takes the chain's.
 
         Raises:
             PayloadError: if it is not sound, or not signed as it should be.
@@ -255,22 +268,11 @@ class Chain:
         if data is None:
             return None
         opened = VERSION.open(data, source)
-        if self.public_keys is not None:
-            self._check_signature(opened, source)
+        if (keys := self.public_keys if public_keys is None else public_keys) is not None:
+            _check_signature(opened, keys, source)
         if opened.header.number != number:
             VERSION.refuse(source, f"it is version {opened.header.number}, put in another's place")
         return opened.header
-
-    def _check_signature(self, opened: Any, source: str) -> None:
-        assert self.public_keys, "a reader that checks has a key, or the empty one"
-        for index, key in enumerate(self.public_keys):
-            try:
-                VERSION.check(opened, key, source)
-                return
-            except PayloadError as error:
-                if index == len(self.public_keys) - 1:
-                    several = f", nor with one of {len(self.public_keys) - 1} others" if index else ""
-                    raise PayloadError(f"{error}{several}") from None
 
     async def take(self, newest: Version) -> Held:
         """Take a version that is newer than the held one: by the way that needs the fewest bytes.
@@ -280,7 +282,13 @@ class Chain:
         Raises:
             GoneError: if the versions on the way are deleted meanwhile.
             PayloadError: if a version is not sound; the held one stays, unless a difference has broken its state.
+            UserError: if it is of another series than the held one.
         """
+        if self.held is not None and newest.series != self.held.version.series:
+            raise UserError(
+                f"{newest.name} in {self._store.url} is of another series than {self.held.version.name}, which is "
+                "held: the versions begin anew: follow them with a new follower"
+            )
         by_differences = await self._since_held(newest)
         by_whole = await self._from_whole(newest)
         ways = [way for way in (by_differences, by_whole) if way]
@@ -436,6 +444,18 @@ class Chain:
 
 _Stage = tuple[Version, str, Body]
 """A version, the kind of the body that leads to it, and that body."""
+
+
+def _check_signature(opened: Opened[Version], public_keys: Collection[str], source: str) -> None:
+    assert public_keys, "a reader that checks has a key, or the empty one"
+    for index, key in enumerate(public_keys):
+        try:
+            VERSION.check(opened, key, source)
+            return
+        except PayloadError as error:
+            if index == len(public_keys) - 1:
+                several = f", nor with one of {len(public_keys) - 1} others" if index else ""
+                raise PayloadError(f"{error}{several}") from None
 
 
 def _check_linked(versions: Sequence[Version], url: str) -> None:

@@ -234,7 +234,7 @@ class TrainState:
         if facts.precision != self.precision:
             _LOG.warning(
                 "steps up to %d were taken in %s, the next ones are taken in %s, which is precision=auto on this "
-                "machine: no other run's losses compare with this one's; set precision at a run's start to keep one",
+                "machine: no other run's losses compare with this one's; set precision at the start to keep one",
                 *(step, facts.precision, self.precision),
             )
         tensors = self._tensors(_parted(self.sync.state_dict())[1])

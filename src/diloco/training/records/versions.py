@@ -170,8 +170,9 @@ class RunPublisher:
         if (rendezvous := self.world.rendezvous) is not None:
             state = rendezvous.state
             facts["log"] = state.run
-            keys = [*state.allowed, *(member.key for member in state.members)]
-            self._publisher.share_with(keys, {"log": state.run})
+            keys = {member.key for member in state.members}
+            allowed = {*state.allowed} if state.creator else keys
+            self._publisher.share_with(allowed, {"log": state.run}, former_keys=keys - allowed)
         named = {self.config.model.published_name(name): tensor for name, tensor in tensors.items()}
         self._last_error = None
         try:
@@ -180,7 +181,7 @@ class RunPublisher:
         except CancelledError:
             pass  # the run ends
         except OvertakenError as error:
-            if error.newest is None or error.newest.facts.get("log") == facts.get("log"):
+            if error.newest.facts.get("log") == facts.get("log"):
                 _LOG.info("%s", error)
             else:
                 self._refused(step, UserError(f"{error}, by another run: publish at a URL of its own", "publish"))
