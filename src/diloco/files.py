@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -136,6 +137,20 @@ def create(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
     sync(path.parent)
+
+
+def remove_abandoned(directory: Path, *, seconds: float) -> None:
+    """Remove what `create` has left in a directory, and below it, where its process was killed.
+
+    Args:
+        directory: with the files.
+        seconds: the time for which nothing was written to such a file.
+    """
+    for folder, _, names in os.walk(directory):
+        for path in [Path(folder, name) for name in names if re.fullmatch(r".+#[0-9]+", name)]:
+            with suppress(OSError):
+                if path.stat().st_mtime < time.time() - seconds:
+                    path.unlink()
 
 
 def _write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> None:

@@ -372,6 +372,16 @@ def test_a_directory_whose_objects_were_deleted_is_deleted(tmp_path: Path):
     assert [path.name for path in (tmp_path / "averages").iterdir()] == ["0000000002"]
 
 
+def test_what_killed_processes_left_in_a_directory_is_deleted_after_an_hour(tmp_path: Path):
+    old, young = tmp_path / "a" / "00000001#4540", tmp_path / "a" / "b" / "00000002#7"
+    for path in (old, young, tmp_path / "a" / "00000003"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"part")
+        os.utime(path, (0, time.time() - (0 if path == young else 3700)))
+    asyncio.run(Store.open(str(tmp_path)).delete([]))
+    assert sorted(path.name for path in tmp_path.rglob("0*")) == ["00000002#7", "00000003"]
+
+
 def test_a_request_without_an_answer_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     get = Store._open
 

@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import errno
 import logging
+import math
 import os
 import random
 import re
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from diloco.errors import DilocoError, UserError
-from diloco.files import create, expanded, make_directory, os_error, require
+from diloco.files import create, expanded, make_directory, os_error, remove_abandoned, require
 from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES
 from diloco.units import gbit_s
 
@@ -419,6 +420,7 @@ class Store:
         self._link = SlowLink.of(os.environ)
         self._timeout_seconds = timeout_seconds
         self._has_answered = False
+        self._sweeps_at = -math.inf
         self._under_way: set[_Retry] = set()
         """The reads and creates that are not over; housekeeping, which can wait, is not among them."""
 
@@ -520,7 +522,12 @@ class Store:
             await retry.pause()
 
     async def delete(self, names: Sequence[str], *, patience_seconds: float = 60.0) -> None:
-        """Delete objects; absent ones are fine."""
+        """Delete objects; absent ones are fine. In a directory also what killed processes left of others."""
+        if self.is_directory and time.monotonic() > self._sweeps_at:
+            self._sweeps_at = time.monotonic() + _SECONDS_TO_ABANDON
+            sweep = partial(remove_abandoned, Path(self.url), seconds=_SECONDS_TO_ABANDON)
+            with suppress(OSError):  # TimeoutError is one
+                await asyncio.wait_for(_aside(sweep), self._timeout_seconds)
         if not names:
             return
         retry = _Retry(self, f"delete {names[0]}", patience_seconds)
@@ -757,6 +764,8 @@ class _Retry:
         await asyncio.sleep(pause)
 
 
+_SECONDS_TO_ABANDON = 3600.0
+"""Time without a write after which a file that `create` was to finish is nobody's; clocks differ by minutes."""
 _THREADS = threading.BoundedSemaphore(512)
 """Bound of the threads that wait for a file server."""
 
