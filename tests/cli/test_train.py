@@ -90,8 +90,11 @@ CONFIG = replace(recipe("tiny"), name="my run", runs=Path("runs"))
 
 
 def test_a_run_of_one_machine_is_resumed_by_its_directory():
-    assert resume_command(CONFIG, {}) == "diloco train tiny --resume 'runs/my run'"
-    assert resume_command(replace(CONFIG, recipe=""), {}) == "diloco train --resume 'runs/my run'"
+    assert resume_command(CONFIG, {}, {}) == "diloco train tiny --resume 'runs/my run'"
+    changes = {"num_tokens": 2048, "data.prepared": Path("a b"), "trackers": ()}
+    assert resume_command(replace(CONFIG, recipe=""), changes, {}) == (
+        "diloco train --resume 'runs/my run' --num-tokens 2048 --data.prepared 'a b' --trackers"
+    )
 
 
 def test_under_torchrun_each_machine_has_its_own_command():
@@ -102,7 +105,7 @@ def test_under_torchrun_each_machine_has_its_own_command():
         "torchrun --nnodes 3 --nproc-per-node 2 --node-rank 1 --master-addr host --master-port 29500 "
         "-m diloco train tiny --resume 'runs/my run'"
     )
-    assert resume_command(CONFIG, environment) == expected
+    assert resume_command(CONFIG, {}, environment) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,6 +117,14 @@ def test_what_needs_a_gpu_is_refused_without_one(tiny, streaming, monkeypatch, i
     ):
         with pytest.raises(UserError, match=sentence):
             prepare_run(replace(asked, **changes), resume=streaming if is_resume else None)
+
+
+def test_the_place_of_a_text_that_a_resume_names_is_absolute(streaming, monkeypatch):
+    asked = resumable(streaming)
+    prepared = asked.data.prepared
+    monkeypatch.chdir(prepared.parent)
+    moved = replace(asked, data=replace(asked.data, prepared=Path(prepared.name)))
+    assert prepare_run(moved, resume=streaming).data.prepared == prepared
 
 
 def test_a_run_without_a_name_is_named_by_its_recipe_and_the_time(tiny, monkeypatch):

@@ -22,11 +22,13 @@ from diloco.training.config.config import TrainConfig, with_value
 from diloco.training.config.recipes import tiny
 from diloco.training.config.resolve import resolve
 from diloco.training.records import runs
+from diloco.training.records.checkpoints import checksum_path, step_path
 from diloco.training.records.runs import (
     check_not_running,
     check_text,
     claim,
     claim_together,
+    continued,
     fcntl,
     newest_common_step,
     read_asked,
@@ -34,7 +36,9 @@ from diloco.training.records.runs import (
     resumable,
     resume_config,
     running,
+    unwritten_changes,
 )
+from diloco.training.records.summary import OUTER_FILE, SUMMARY_FILE
 from diloco.training.world import alone
 
 
@@ -73,6 +77,31 @@ def test_a_resume_may_change_what_does_not_change_the_run(run):
     assert resume_config(run.directory, changed) == changed
     often = replace(saved, checkpoint=replace(saved.checkpoint, every_steps=1))
     assert full(resume_config(run.directory, often)).checkpoint.keep == 13
+
+
+def test_a_resume_writes_down_what_it_changes_for_those_that_follow(run):
+    saved = resumable(run.directory)
+    assert not unwritten_changes(saved)
+    (run.directory / SUMMARY_FILE).touch()
+    asked = with_value(saved, "checkpoint.every_steps", 7)
+    assert unwritten_changes(asked) == {"checkpoint.every_steps": 7}
+    continued(asked, alone(), 0)
+    assert read_asked(run.directory).checkpoint.every_steps == 7 and not unwritten_changes(asked)
+    assert (run.directory / SUMMARY_FILE).exists(), "of as many steps"
+    longer = replace(asked, num_tokens=2 * saved.num_tokens)
+    continued(longer, alone(), 0)
+    assert not unwritten_changes(longer) and not (run.directory / SUMMARY_FILE).exists()
+
+
+@pytest.mark.parametrize("result", [SUMMARY_FILE, OUTER_FILE])
+def test_a_run_with_results_alone_is_not_begun_anew(run, result):
+    (run.directory / result).touch()
+    with pytest.raises(UserError, match=rf"{result}, and no checkpoint to go on from: bring .*checkpoints back"):
+        resume_config(run.directory, replace(run, num_tokens=2 * run.num_tokens))
+    checksums = checksum_path(step_path(run.checkpoints / "replica-0", 5))
+    checksums.parent.mkdir(parents=True)
+    checksums.touch()
+    assert resume_config(run.directory, resumable(run.directory))
 
 
 def test_a_resume_knows_whether_a_warm_up_was_asked_for(run):

@@ -7,11 +7,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
-from diloco.cli._command import asks_for_help, field_of, spelled
+from diloco.cli._command import asks_for_help, field_of, flags, spelled
 from diloco.cli._recipe import changed, followed, law_lines, named_recipe
 from diloco.cli._streams import hinted, safe_streams
 from diloco.errors import UserError
@@ -170,6 +170,7 @@ def _start(command: Command, budget: Budget | None) -> None:
             read_config,
             running,
             schedule_changes,
+            unwritten_changes,
         )
 
     if command.resume is None and command.config.name and not under_a_launcher():
@@ -199,40 +200,46 @@ def _start(command: Command, budget: Budget | None) -> None:
             return
         file = config.directory / CONFIG_FILE
         was_there = file.exists() and resume is None  # then the run in the directory is another one
-        hint = f"go on with: {resume_command(config)}"
+        hint = f"go on with: {resume_command(config, unwritten_changes(asked) if resume else {})}"
         lock = running(config.directory, hint=hint) if os.environ.get("RANK", "0") == "0" else nullcontext()
-        with lock, hinted(partial(_hint, config, file), when=lambda: not was_there):
+        with lock, hinted(partial(_hint, config, asked, file), when=lambda: not was_there):
             if speaks:
                 print("\n".join([*lines, *_addresses(config)]), flush=True)
             _train(asked, is_resume=resume is not None)
 
 
-def _hint(config: TrainConfig, file: Path) -> str:
+def _hint(config: TrainConfig, asked: TrainConfig, file: Path) -> str:
     """The way to go on with a run that has ended too early, or before its config file was there."""
     if not file.exists():
         return "nothing is saved yet: start again with the same command"
     from diloco.training.processes import under_a_launcher
     from diloco.training.records.checkpoints import finished_steps
+    from diloco.training.records.runs import unwritten_changes
 
     held = [{*finished_steps(config.checkpoints, replica)} for replica in range(config.num_local_replicas)]
     if under_a_launcher():  # other machines hold what is not here
         held = [steps for steps in held if steps] or held
     step = max(set.intersection(*held), default=0)
-    return f"{f'go on from step {step}' if step else 'no step is saved: go on'} with: {resume_command(config)}"
+    command = resume_command(config, unwritten_changes(asked))
+    return f"{f'go on from step {step}' if step else 'no step is saved: go on'} with: {command}"
 
 
-def resume_command(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> str:
+def resume_command(
+    config: TrainConfig, changes: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+) -> str:
     """The command line that resumes a run here; under torchrun that of this machine, with its number.
 
     Args:
         config: the run's.
+        changes: settings that the run's file does not hold, by dotted name.
         environment: the variables in which torchrun describes this machine and the others.
     """
     resume = ["diloco", "train", *filter(None, [config.recipe]), "--resume", str(config.directory)]
+    resume += [word for of_one in flags(changes).values() for word in of_one]
     if "TORCHELASTIC_RUN_ID" not in environment:
         return shlex.join(resume)
-    flags = {flag: environment.get(variable, "") for flag, variable in _TORCHRUN_FLAGS.items()}
-    words = [word for flag, value in flags.items() for word in (flag, value)]
+    values = {flag: environment.get(variable, "") for flag, variable in _TORCHRUN_FLAGS.items()}
+    words = [word for both in values.items() for word in both]
     return shlex.join(["torchrun", *words, "-m", *resume])
 
 

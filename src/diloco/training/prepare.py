@@ -13,7 +13,7 @@ from diloco.data.prepare import resolve as resolve_data
 from diloco.data.shards import open_training_text, read_index
 from diloco.data.tokenizers import ByteTokenizer
 from diloco.errors import UserError, setting
-from diloco.files import require
+from diloco.files import expanded, require
 from diloco.integrations.trackers import check_installed
 from diloco.schedule import Schedule
 from diloco.schema import checked_name
@@ -60,6 +60,8 @@ def prepare_run(
     _check_libraries(asked)
     if resume is not None:
         _check_device(asked)
+        if asked.data.prepared is not None:
+            asked = replace(asked, data=replace(asked.data, prepared=expanded(asked.data.prepared).absolute()))
         if budget is not None:
             check_text(resume, asked.data, field="data.prepared")
             asked = _with_budget(asked, budget)

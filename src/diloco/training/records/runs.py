@@ -251,9 +251,17 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
         asked: what `resumable` gives, with changes.
 
     Raises:
-        UserError: if a change would make it another run, with both values.
+        UserError: if a change would make it another run, with both values; and if the run has results and no
+            checkpoint, since it would begin anew and replace them.
     """
     saved, saved_asked = read_config(directory), read_asked(directory)
+    results = [name for name in (SUMMARY_FILE, OUTER_FILE) if (directory / name).exists()]
+    held = [finished_steps(saved.checkpoints, replica) for replica in range(saved.num_replicas)]
+    if results and saved.rendezvous is None and not any(held):
+        raise UserError(
+            f"{directory} has {results[0]}, and no checkpoint to go on from: bring {saved.checkpoints} back, or "
+            "start a new run"
+        )
     if not asked.recipe:  # a store's replica that was started again without one
         asked = replace(asked, recipe=saved.recipe)
     if not schedule_changes(saved, asked):
@@ -276,6 +284,16 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
     return asked
 
 
+def unwritten_changes(asked: TrainConfig) -> dict[str, Any]:
+    """The settings that a resume changes and that its run's file does not hold yet, by dotted name."""
+    changed = differences(read_asked(asked.directory), asked)
+    return {name: value for name, (_, value) in changed.items() if name in _changeable() and value is not None}
+
+
+def _changeable() -> set[str]:
+    return {*fields_with(TrainConfig, "may_change_on_resume"), *fields_with(TrainConfig, "begins_a_phase")}
+
+
 def _check_change(directory: Path, asked: TrainConfig, name: str, old: Any, value: Any) -> None:
     """Refuse a change with which a resume would not continue the same run."""
     of_the_schedule = fields_with(TrainConfig, "begins_a_phase")
@@ -285,8 +303,7 @@ def _check_change(directory: Path, asked: TrainConfig, name: str, old: Any, valu
             "set it to that, or leave it out",
             *(name, "rendezvous"),
         )
-    may_change = {*fields_with(TrainConfig, "may_change_on_resume"), *of_the_schedule}
-    if name not in may_change or (name == "rendezvous" and None in (old, value)):
+    if name not in _changeable() or (name == "rendezvous" and None in (old, value)):
         raise UserError(
             f"{directory} was started with {name}={old}, and now {value} is asked for: a resume continues the "
             "same run; leave it out, or start a new run",
@@ -477,21 +494,21 @@ def with_phase(saved: TrainConfig, asked: TrainConfig, step: int) -> TrainConfig
 
 
 def continued(asked: TrainConfig, world: World, step: int) -> TrainConfig:
-    """The resolved config of a resume from a step, which is also written down where it changes the schedule.
+    """The resolved config of a resume from a step, which is also written down where it changes the run's.
 
-    The results of a run that was finished are removed then: they are those of fewer steps.
+    The results of a run that was finished are removed where the schedule changes: they are those of fewer steps.
 
     Raises:
         UserError: if the run is to end before that step, or its warm-up does not end.
     """
     saved, config = read_config(asked.directory), resolved(asked)
-    if not schedule_changes(saved, config):
-        return config
-    barrier(world.everyone)
-    asked = with_phase(saved, asked, step)
+    is_changed, outdated = bool(unwritten_changes(asked)), ()
+    if schedule_changes(saved, config):
+        asked, outdated = with_phase(saved, asked, step), (OUTER_FILE, SUMMARY_FILE, SAMPLES_FILE)
     config = resolved(asked)
-    if world.is_first_on_machine:
-        for name in (OUTER_FILE, SUMMARY_FILE, SAMPLES_FILE):
+    barrier(world.everyone)  # each process has read the file
+    if world.is_first_on_machine and (is_changed or outdated):
+        for name in outdated:
             (config.directory / name).unlink(missing_ok=True)
         _write_config(config.directory, asked)
     return config
