@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from diloco.data.config import DataConfig
 from diloco.errors import ExchangeError, UserError
+from diloco.publishing.publisher import Publisher
 from diloco.training import prepare
 from diloco.training.config.config import CheckpointConfig, DilocoConfig, ElasticConfig, TrainConfig
 from diloco.training.config.recipes import recipe
@@ -117,6 +118,21 @@ def test_what_needs_a_gpu_is_refused_without_one(tiny, streaming, monkeypatch, i
     ):
         with pytest.raises(UserError, match=sentence):
             prepare_run(replace(asked, **changes), resume=streaming if is_resume else None)
+
+
+def test_a_run_publishes_behind_no_other_run(tiny, streaming, tmp_path):
+    place = str(tmp_path / "place")
+    new, resumed = replace(tiny, publish=place), replace(resumable(streaming), publish=place)
+    with Publisher(place) as publisher:
+        for run in ("other", streaming.name):
+            publisher.publish({"a": torch.zeros(2)}, step=10, facts={"run": run})
+            expected = rf"publish=.* has version \d already, of step 10 of {run}: set a place of its own"
+            with pytest.raises(UserError, match=f"{expected}, or resume that run$"):
+                prepare_run(new)
+            if run == "other":
+                with pytest.raises(UserError, match=f"{expected}$"):
+                    prepare_run(resumed, resume=streaming)
+    assert prepare_run(resumed, resume=streaming).publish == place
 
 
 def test_the_place_of_a_text_that_a_resume_names_is_absolute(streaming, monkeypatch):

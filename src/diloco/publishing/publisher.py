@@ -124,6 +124,14 @@ class Publisher:
         """The store, with its counts of requests and bytes."""
         return self._store
 
+    def newest(self) -> Version | None:
+        """The newest version of the place; None if there is none. Errors are those of `publish`."""
+        with self._lock:
+            return self._background.wait(self._read_newest(), _FOR_EVER, self._store.url)
+
+    async def _read_newest(self) -> Version | None:
+        return (await self._read(await self._chain.newest_number()))[0]
+
     def share_with(
         self,
         public_keys: Iterable[str],

@@ -1,5 +1,6 @@
 """From the settings asked for to a run that can start: one call, before any replica exists."""
 
+import os
 import secrets
 from dataclasses import replace
 from datetime import datetime
@@ -65,7 +66,9 @@ def prepare_run(
         if budget is not None:
             check_text(resume, asked.data, field="data.prepared")
             asked = _with_budget(asked, budget)
-        return resume_config(resume, asked)
+        asked = resume_config(resume, asked)
+        _check_place_of_versions(asked, is_resume=True)
+        return asked
     refuse_what_means_nothing(asked)
     _check_device(asked)
     for name in ("rendezvous", "publish"):
@@ -80,6 +83,7 @@ def prepare_run(
     asked = replace(asked, name=checked_name(asked.name))
     if own is None and not under_a_launcher():
         check_unclaimed(asked)
+    _check_place_of_versions(asked, is_resume=False)
     schedule = _checked_before_the_text(asked, budget)
     directory = resolve_data(asked.data, progress=progress)
     if asked.rendezvous is not None and not asked.recipe:
@@ -91,6 +95,26 @@ def prepare_run(
     epoch_tokens(config)
     open_held_out(config)  # too little text is refused now, not after the last step
     return asked if own is None else resume_config(own, asked)
+
+
+def _check_place_of_versions(asked: TrainConfig, *, is_resume: bool) -> None:
+    """Refuse to publish behind another run's versions; replicas of a store know a run by its log."""
+    if asked.publish is None or asked.rendezvous is not None or os.environ.get("RANK", "0") != "0":
+        return
+    from diloco.publishing.publisher import Publisher  # with its library, which no other run needs
+
+    with (
+        setting("publish", asked.publish),
+        Publisher(asked.publish, timeout_seconds=asked.timeout_seconds) as publisher,
+    ):
+        newest = publisher.newest()
+    if newest is not None and not (is_resume and newest.facts.get("run") == asked.name):
+        raise UserError(
+            f"publish={asked.publish} has version {newest.number} already, of step {newest.step} of "
+            f"{newest.facts.get('run', 'other weights')}: set a place of its own"
+            f"{'' if is_resume else ', or resume that run'}",
+            "publish",
+        )
 
 
 def config_without_text(asked: TrainConfig, budget: Budget | None) -> TrainConfig | None:

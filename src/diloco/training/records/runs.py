@@ -255,13 +255,6 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
             checkpoint, since it would begin anew and replace them.
     """
     saved, saved_asked = read_config(directory), read_asked(directory)
-    results = [name for name in (SUMMARY_FILE, OUTER_FILE) if (directory / name).exists()]
-    held = [finished_steps(saved.checkpoints, replica) for replica in range(saved.num_replicas)]
-    if results and saved.rendezvous is None and not any(held):
-        raise UserError(
-            f"{directory} has {results[0]}, and no checkpoint to go on from: bring {saved.checkpoints} back, or "
-            "start a new run"
-        )
     if not asked.recipe:  # a store's replica that was started again without one
         asked = replace(asked, recipe=saved.recipe)
     if not schedule_changes(saved, asked):
@@ -281,6 +274,13 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
     for name, (old, value) in differences(saved, now).items():
         _check_change(directory, asked, name, old, value)
     check_text(asked.directory, asked.data, field="data.prepared")
+    results = [name for name in (SUMMARY_FILE, OUTER_FILE) if (directory / name).exists()]
+    held = [finished_steps(saved.checkpoints, replica) for replica in range(saved.num_replicas)]
+    if results and saved.rendezvous is None and not any(held):
+        raise UserError(
+            f"{directory} has {results[0]}, and no checkpoint to go on from: bring {saved.checkpoints} back, or "
+            "start a new run"
+        )
     return asked
 
 
