@@ -358,7 +358,7 @@ def test_a_version_of_a_former_key_is_not_believed(place: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("is_begun_anew", [True, False])
 def test_signed_versions_of_elsewhere_are_refused(place: str, tmp_path: Path, is_begun_anew: bool) -> None:
-    """Of another place, or of this one before it was begun anew; those between are not there."""
+    """Versions of another place, or of this one before it was begun anew; those between are not there."""
     key, elsewhere = write_key(tmp_path / "a.key"), str(tmp_path / "elsewhere")
     options = {"key": str(tmp_path / "a.key"), "whole_every": 2}
     published(elsewhere, 8, **options)
@@ -464,7 +464,7 @@ def test_a_wait_for_the_first_version_is_told(
 
 
 def test_tensors_that_wrap_others_are_not_tied(place: str) -> None:
-    """They have no address, so that one of them can't be told from another by it."""
+    """Torch knows no address of them, so that one of them can't be told from another by it."""
     wrapped = {name: AsyncCollectiveTensor(torch.full((3,), float(i))) for i, name in enumerate("ab")}
     with diloco.Publisher(place, dtype=None) as publisher, diloco.Follower(place) as follower:
         assert publisher.publish(wrapped | {"c": wrapped["b"]}, step=1).tied == {"c": "b"}
