@@ -16,17 +16,20 @@ from tests.experiments.papers.made_up import made_up
 from diloco.cli._command import train_command
 from diloco.cli.main import main
 from diloco.cli.train import _parsed as parsed
+from diloco.data.shards import read_index, write_record
 from diloco.experiments.papers import experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.rows import write_rows
 from diloco.report.setup import moment
 from diloco.report.sources import Sources
 from diloco.report.text import differing_settings, shown_names
+from diloco.training.config.config import TrainConfig
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import Budget
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.records.metrics import read_metrics
 from diloco.training.records.runs import read_asked
+from diloco.training.records.tail import RunTail
 
 EVIL = "$x$ & </script><script>document.title=1<"
 EXPERIMENTS = ("compression", "evaluated_parameters", "scaling")
@@ -396,18 +399,81 @@ def test_a_number_with_a_comma_is_named(tmp_path, capsys):
 def test_text_and_precision_are_settings_and_places_are_none():
     base = recipe("tiny")
     other = replace(base, precision="fp32", data=replace(base.data, train=("other.txt",)))
-    assert differing_settings([base, other]) == {
+    assert differing_settings(with_configs(base, other)) == {
         "data.train": [str(base.data.train), "('other.txt',)"],
         "precision": ["auto", "fp32"],
     }
-    elsewhere = replace(base, name="x", runs=Path("there"), device="cpu", data=replace(base.data, cache=Path("c")))
-    assert differing_settings([base, elsewhere]) == {}
+    data = replace(base.data, cache=Path("c"), prepared=Path("p"))
+    elsewhere = replace(base, name="x", runs=Path("there"), device="cpu", data=data)
+    assert differing_settings(with_configs(base, elsewhere)) == {}
 
 
-def test_text_that_was_prepared_differently_is_known_by_its_directory():
-    base = recipe("tiny")
-    here, there, other = (
-        replace(base, data=replace(base.data, prepared=Path(path))) for path in ("/a/0123", "/b/0123", "/a/4567")
+def with_configs(*configs: TrainConfig) -> list[RunTail]:
+    """Runs of which nothing but the configs is known."""
+    runs = [RunTail(Path()) for _ in configs]
+    for run, config in zip(runs, configs, strict=True):
+        run.config = config
+    return runs
+
+
+def of_other_text(finished_run: Path, copy: Path, *, loss: float, bits: float, tokenizer: str = "bytes") -> Path:
+    """A copy of a run whose text has other tokens, with results in proportion to its own."""
+    shutil.copytree(finished_run, copy, ignore=shutil.ignore_patterns("checkpoints"))
+    config, data, summary = (
+        json.loads((copy / f"{name}.json").read_text()) for name in ("config", "data", "summary")
     )
-    assert differing_settings([here, there]) == {}
-    assert differing_settings([here, other]) == {"data.prepared": ["0123", "4567"]}
+    index = read_index(Path(config["data"]["prepared"]))
+    (shard,) = index.splits["held_out"]
+    other = replace(
+        index,
+        settings=replace(index.settings, tokenizer=tokenizer),
+        splits=index.splits | {"held_out": (replace(shard, tokens_digest="1f"),)},
+        digest="2d",
+    )
+    prepared = copy.with_name(f"{copy.name}_text")
+    prepared.mkdir()
+    write_record(prepared / "index.json", other)
+    config["data"] |= {"prepared": str(prepared), "tokenizer": tokenizer}
+    summary["eval_loss"] *= loss
+    summary["eval_bits_per_byte"] *= bits
+    for name, values in (("config", config), ("data", data | {"digest": "2d"}), ("summary", summary)):
+        (copy / f"{name}.json").write_text(json.dumps(values))
+    return copy
+
+
+def test_runs_of_other_tokenizers_compare_in_bits_per_byte(finished_run, tmp_path, capsys, monkeypatch):
+    other = of_other_text(finished_run, tmp_path / "other", loss=1.7, bits=0.8, tokenizer="bpe:600")
+    compared, _, section = reported(tmp_path, finished_run, other)["sections"]
+    assert compared["headline"] == "streaming: held-out bits per byte 25.0 % above other's, as many bytes sent"
+    rows = [dict(zip(compared["table"]["columns"], row, strict=True)) for row in compared["table"]["rows"]]
+    assert [row["tokenizer"] for row in rows] == ["bytes", "bpe:600"] and rows[1]["digest"] == "2d"
+    assert float(rows[1]["bits per byte"]) == pytest.approx(0.8 * float(rows[0]["bits per byte"]), abs=1e-4)
+    assert section["setup"]["data"].endswith("tokenizer bpe:600")
+    monkeypatch.setenv("COLUMNS", "300")
+    capsys.readouterr()
+    main(["watch", str(finished_run), str(other)])
+    assert "bits per byte" in capsys.readouterr().out
+
+
+def test_runs_of_other_texts_do_not_compare(finished_run, tmp_path):
+    other = of_other_text(finished_run, tmp_path / "other", loss=0.9, bits=0.9)
+    index = read_index(tmp_path / "other_text")
+    source = replace(index.settings, source_digest="3c")
+    write_record(tmp_path / "other_text" / "index.json", replace(index, settings=source))
+    refusal = "held-out losses do not compare: the runs' texts or tokenizers differ"
+    compared, *_ = reported(tmp_path, finished_run, other)["sections"]
+    assert compared["headline"] == refusal and "digest" in compared["table"]["columns"]
+    write_record(tmp_path / "other_text" / "index.json", replace(index, digest="4b"))
+    compared, _, section = reported(tmp_path, finished_run, other)["sections"]
+    assert compared["headline"] == refusal
+    assert section["setup"]["data"] == f"{tmp_path / 'other_text'}, digest 2d"
+
+
+def test_runs_of_one_held_out_text_compare_whatever_they_train_on(finished_run, tmp_path):
+    other = of_other_text(finished_run, tmp_path / "other", loss=1.1, bits=1.1)
+    config = json.loads((finished_run / "config.json").read_text())
+    index = read_index(tmp_path / "other_text")
+    held_out = {"held_out": read_index(Path(config["data"]["prepared"])).splits["held_out"]}
+    write_record(tmp_path / "other_text" / "index.json", replace(index, splits=index.splits | held_out))
+    compared, *_ = reported(tmp_path, finished_run, other)["sections"]
+    assert compared["headline"] == "other: held-out loss 10.0 % above streaming's, as many bytes sent"

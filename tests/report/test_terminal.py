@@ -27,7 +27,7 @@ from diloco.report.terminal.training import (
 from diloco.simulator.link_planner import LinkTask, feasible, remedy
 from diloco.training.config.forecast import forecast
 from diloco.training.config.recipes import recipe
-from diloco.training.config.resolve import Budget, resolved
+from diloco.training.config.resolve import Budget, resolved, text_facts
 from diloco.training.prepare import prepare_run
 
 
@@ -62,7 +62,8 @@ def test_epochs_and_rounding_are_said_before_they_happen(asked, budget, expected
 def test_the_tokens_that_a_run_reads_are_said_before_and_in_its_report(asked, most, expected, size):
     config = resolved(prepare_run(replace(asked, data=replace(asked.data, max_train_tokens=most))))
     assert expected in "\n".join(start_lines(config, None))
-    run = SimpleNamespace(config=config, directory=asked.runs, replicas={}, summary=None)
+    text = text_facts(config.data)
+    run = SimpleNamespace(config=config, text=text, directory=asked.runs, replicas={}, summary=None)
     assert f"text.txt, {size} tokens; " in setup(run, str)["data"]
 
 

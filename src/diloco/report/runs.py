@@ -11,7 +11,7 @@ import numpy as np
 
 from diloco.outer.rules import outer_rule, spelling_of
 from diloco.report.page import BLACK, Chart, Lane, Points, Section, Series, Table
-from diloco.report.setup import CommandOf, comparison_headline, headline, samples, setup
+from diloco.report.setup import CommandOf, comparison_headline, do_texts_differ, headline, samples, setup
 from diloco.report.text import (
     Label,
     Setting,
@@ -285,9 +285,10 @@ def _comparison(runs: Sequence[RunTail], labels: Sequence[Label], *, with_charts
 def _compared(runs: Sequence[RunTail], labels: Sequence[Label]) -> Table:
     """A row for each run: its results, and the settings in which it differs from the others."""
     facts = [run_facts(run) for run in runs]
-    settings = differing_settings([run.config for run in runs])
+    settings = differing_settings(runs)
     columns = {"run": [label.name for label in labels], "state": [run.standing for run in runs]}
-    columns |= {short_name: [one.get(name, "") for one in facts] for name, short_name in _COMPARED.items()}
+    compared = _COMPARED | ({"bits per byte": "bits per byte"} if do_texts_differ(runs) else {})
+    columns |= {short_name: [one.get(name, "") for one in facts] for name, short_name in compared.items()}
     settings = {name: values for name, values in settings.items() if not _follows(name, values, settings)}
     for name, values in zip(shown_names(settings), settings.values(), strict=True):
         columns[name] = list(map(cell, values))

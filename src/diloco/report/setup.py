@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from diloco.data.shards import INDEX_FILE, read_index
+from diloco.data.shards import Index, read_index, total
 from diloco.errors import UserError
 from diloco.report.text import factor, rounded
 from diloco.schema import read_json
 from diloco.training.config.config import TrainConfig
-from diloco.training.config.resolve import text_facts
 from diloco.training.records.metrics import metrics_file
 from diloco.training.records.samples import SAMPLES_FILE, Sample
 from diloco.training.records.summary import Summary
@@ -47,24 +47,69 @@ def _replicas(count: int) -> str:
 
 def comparison_headline(names: Sequence[str], runs: Sequence[RunTail]) -> str:
     """A sentence that sets the results of runs beside the Data-Parallel one's, or else beside the best one's."""
-    results = [
-        (name, run.summary)
-        for name, run in zip(names, runs, strict=True)
-        if run.summary is not None and run.summary.eval_loss > 0
-    ]
-    if len(results) < 2:
+    over = [run for run in runs if run.summary is not None and run.summary.eval_loss > 0]
+    if len(over) < 2:
         return ""
-    results.sort(key=lambda one: (one[1].method != "data_parallel", one[1].eval_loss))
+    measure = _common_measure(over)
+    if not measure:
+        return "held-out losses do not compare: the runs' texts or tokenizers differ"
+    results = [(name, run.summary) for name, run in zip(names, runs, strict=True) if run in over and run.summary]
+    results.sort(key=lambda one: (one[1].method != "data_parallel", getattr(one[1], measure)))
     (base_name, base), *others = results[: 1 + _MOST_COMPARED]
-    return "; ".join(f"{name}: {_beside(summary, base, base_name)}" for name, summary in others)
+    return "; ".join(f"{name}: {_beside(summary, base, base_name, measure)}" for name, summary in others)
 
 
-def _beside(summary: Summary, base: Summary, base_name: str) -> str:
+_MEASURES = {"eval_loss": "held-out loss", "eval_bits_per_byte": "held-out bits per byte"}
+"""The fields of a summary by which runs are compared, with their names."""
+
+
+def _common_measure(runs: Sequence[RunTail]) -> str:
+    """The field of the summary by which runs compare: the loss on the same tokens, else bits per byte on one text.
+
+    It is empty where the held-out texts differ, and where an index that could tell is gone.
+    """
+    if not do_texts_differ(runs):
+        return "eval_loss"
+    indices = [index for run in runs if (index := _own_index(run)) is not None]
+    if len(indices) < len(runs):
+        return ""
+    tokens = {
+        (index.tokenizer_digest, *(shard.tokens_digest for shard in index.splits["held_out"])) for index in indices
+    }
+    if len(tokens) == 1:
+        return "eval_loss"
+    texts = {
+        (
+            replace(index.settings, tokenizer="", tokenizer_file_digest=""),
+            total(index.splits["held_out"]).num_bytes,
+        )
+        for index in indices
+    }
+    return "eval_bits_per_byte" if len(texts) == 1 else ""
+
+
+def do_texts_differ(runs: Sequence[RunTail]) -> bool:
+    """True for runs whose texts, or the tokens of their texts, are not the same."""
+    return len({run.text.digest for run in runs if run.text is not None}) > 1
+
+
+def _own_index(run: RunTail) -> Index | None:
+    """The index of the text that a run was started on; None if its directory is gone, or holds other text now."""
+    assert run.config is not None and run.text is not None, "the run has begun"
+    assert run.config.data.prepared is not None, "the config is resolved"
+    try:
+        index = read_index(run.config.data.prepared)
+    except UserError:
+        return None
+    return index if index.digest == run.text.digest else None
+
+
+def _beside(summary: Summary, base: Summary, base_name: str, measure: str) -> str:
     """The result of a run beside another one's."""
-    percent = 100 * (summary.eval_loss / base.eval_loss - 1)
-    loss = f"held-out loss {abs(percent):.1f} % {'above' if percent > 0 else 'below'} {base_name}'s"
+    percent = 100 * (getattr(summary, measure) / getattr(base, measure) - 1)
+    loss = f"{_MEASURES[measure]} {abs(percent):.1f} % {'above' if percent > 0 else 'below'} {base_name}'s"
     if abs(percent) < 0.05:
-        loss = f"the same held-out loss as {base_name}"
+        loss = f"the same {_MEASURES[measure]} as {base_name}"
     sent, base_sent = summary.bytes_sent_per_replica, base.bytes_sent_per_replica
     if not sent or not base_sent:
         return loss
@@ -81,7 +126,7 @@ def setup(run: RunTail, command_of: CommandOf) -> dict[str, str]:
         "command": command_of(run.directory),
         "date": _date(run.directory, next(iter(run.replicas), 0)),
         "machine": "" if run.summary is None else _machine(run.summary),
-        "data": _data(config),
+        "data": _data(run),
     }
     return {name: value for name, value in facts.items() if value} | config_setup(config)
 
@@ -127,19 +172,14 @@ def _model(config: TrainConfig) -> str:
     return f"{model.num_params:,} parameters" + (f": {', '.join(parts)}" if parts else "")
 
 
-def _data(config: TrainConfig) -> str:
-    """The text as its own directory describes it, if it is on this machine; else as the config does."""
-    data, size = config.data, ""
-    sources: Sequence[str] = data.train
-    tokenizer = data.tokenizer
-    if data.prepared is not None and (data.prepared / INDEX_FILE).exists():
-        try:
-            index = read_index(data.prepared)
-        except UserError:
-            return ""
-        sources, tokenizer = index.settings.train, index.settings.tokenizer
-        size = f", {rounded(text_facts(data).num_tokens)} tokens"
-    return f"{', '.join(sources)}{size}; tokenizer {tokenizer}"
+def _data(run: RunTail) -> str:
+    """The text as its own directory describes it, if it is on this machine; else that directory and the digest."""
+    assert run.config is not None and run.text is not None, "the run has begun"
+    index = _own_index(run)
+    if index is None:
+        return f"{run.config.data.prepared}, digest {run.text.digest[:16]}"
+    size = f"{rounded(run.text.num_tokens)} tokens"
+    return f"{', '.join(index.settings.train)}, {size}; tokenizer {index.settings.tokenizer}"
 
 
 def learning_rate_text(config: TrainConfig, *, warmup: str = "") -> str:

@@ -123,7 +123,7 @@ class Sources:
 
     def page(self, *, with_charts: bool = True) -> Page:
         """The page after the last look."""
-        names = labels([run.directory.absolute().name for run in self.runs], [run.config for run in self.runs])
+        names = labels([run.directory.absolute().name for run in self.runs], self.runs)
         sections = [store_section(store, with_charts=with_charts) for store in self.stores]
         sections += run_sections(self.runs, names, with_charts=with_charts, command_of=self._command_of)
         return Page(note=self.note, sections=sections)

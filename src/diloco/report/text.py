@@ -3,37 +3,37 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from diloco.training.config.config import TrainConfig, fields_with, hyperparameters, is_within
+
+if TYPE_CHECKING:
+    from diloco.training.records.tail import RunTail
 
 Setting = str | int | float | bool
 _MOST = 4
 
 
-def differing_settings(configs: Sequence[TrainConfig | None]) -> dict[str, list[Setting]]:
-    """The settings on which results depend and in which configs differ: their values, by dotted name.
+def differing_settings(runs: "Sequence[RunTail]") -> dict[str, list[Setting]]:
+    """The settings on which results depend and in which runs differ: their values, by dotted name.
 
-    Text whose sources are the same by name, and which was prepared differently, is known by its directory's name.
-    A run without a config has not begun; its values are empty.
+    Text is known by its digest, too, since sources of the same name may hold other text. The values of a run that
+    has not begun are empty.
     """
     hidden = (*fields_with(TrainConfig, "incidental"), *_OF_A_PLACE)
-    flat = [{} if config is None else hyperparameters(config) for config in configs]
-    for one, config in zip(flat, configs, strict=True):
-        if config is not None:
-            one[_PREPARED] = "" if config.data.prepared is None else config.data.prepared.name
+    flat = [{} if run.config is None else hyperparameters(run.config) for run in runs]
+    for one, run in zip(flat, runs, strict=True):
+        if run.text is not None:
+            one["data.digest"] = run.text.digest[:16]
     names = dict.fromkeys(name for one in flat for name in one)
-    differing = {
+    return {
         name: [one.get(name, "") for one in flat]
         for name in names
         if len({one.get(name) for one in flat if one}) > 1 and not is_within(name, hidden)
     }
-    if any(name.startswith("data.") and name != _PREPARED for name in differing):
-        differing.pop(_PREPARED, None)
-    return differing
 
 
-_PREPARED = "data.prepared"
-_OF_A_PLACE = ("data.cache", "rendezvous", "elastic", "device")
+_OF_A_PLACE = ("data.prepared", "data.cache", "rendezvous", "elastic", "device")
 """Settings that say where a replica is, and not what it learns."""
 
 
@@ -50,9 +50,9 @@ class Label:
         return ", ".join(part for part in (self.name, self.settings) if part)
 
 
-def labels(names: Sequence[str], configs: Sequence[TrainConfig | None]) -> list[Label]:
-    """A label for each run; a run without a config has not begun."""
-    settings = differing_settings(configs)
+def labels(names: Sequence[str], runs: "Sequence[RunTail]") -> list[Label]:
+    """A label for each run."""
+    settings = differing_settings(runs)
     if not 0 < len(settings) <= _MOST:
         return [Label(name, "") for name in names]
     shown = shown_names(settings)

@@ -21,9 +21,9 @@ from diloco.schedule import Schedule
 from diloco.schema import decoded, read_json
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.engine_settings import engine_settings
-from diloco.training.config.resolve import check_model
+from diloco.training.config.resolve import TextFacts, check_model
 from diloco.training.records.metrics import OuterStepMetrics, StepMetrics, metrics_file
-from diloco.training.records.runs import CONFIG_FILE, RunLock, lock_of, read_config
+from diloco.training.records.runs import CONFIG_FILE, DATA_FILE, RunLock, lock_of, read_config
 from diloco.training.records.summary import SUMMARY_FILE, Summary
 
 MOST_BINS = 256
@@ -296,6 +296,8 @@ class RunTail:
         self.directory = directory
         self.config: TrainConfig | None = None
         """The run's config; None before the run has begun."""
+        self.text: TextFacts | None = None
+        """The facts of the text that the run was started on; None before the run has begun."""
         self.summary: Summary | None = None
         """The run's summary; None before it is finished."""
         self.trouble = ""
@@ -334,10 +336,12 @@ class RunTail:
         """Read what the files have gained."""
         stamp = _stamp(self.directory / CONFIG_FILE)
         if stamp != self._stamp:
-            self.config, self._tails, self.summary, self._schedule, self._stamp = None, {}, None, None, None
+            self.config, self.text, self._tails, self.summary = None, None, {}, None
+            self._schedule, self._stamp = None, None
             if stamp is not None:
                 config = read_config(self.directory)
-                self._schedule, self.config, self._stamp = _schedule_of(config), config, stamp
+                text = read_json(self.directory / DATA_FILE, TextFacts, most_bytes=1 << 20)
+                self._schedule, self.config, self.text, self._stamp = _schedule_of(config), config, text, stamp
         if self.config is None:
             return
         self._lock = lock_of(self.directory)  # before the summary, which is written before the lock is dropped
