@@ -388,6 +388,20 @@ def test_a_replica_of_a_store_is_reported_beside_the_others(finished_run, tmp_pa
     assert section["facts"]["replicas"] == "come and go" and section["standing"] != "finished"
 
 
+def test_a_page_replaces_pages_and_no_other_file(tmp_path, capsys):
+    (table,) = write_tables(tmp_path)[:1]
+    file = tmp_path / "report.html"
+    for before in ("", "<!DOCTYPE HTML>\n<p>An older page"):
+        file.write_text(before)
+        reported(tmp_path, table)
+        assert content(file)["sections"]
+    before = table.read_bytes()
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(table), "--output", str(table)])
+    assert f"{table} is no HTML page, and is not replaced: choose another --output" in capsys.readouterr().err
+    assert table.read_bytes() == before
+
+
 def test_a_number_with_a_comma_is_named(tmp_path, capsys):
     row = made_up(experiment("freezing", TIERS["small"]()))[0]
     write_rows([{"tier": "small", **row, "eval_loss": "2,31"}], tmp_path / "freezing.csv")

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.files import make_directory, write_atomically
+from diloco.errors import UserError
+from diloco.files import make_directory, reading, write_atomically
 
 if TYPE_CHECKING:
     from diloco.training.records.samples import Sample
@@ -134,11 +135,17 @@ class Page:
 
 
 def write_page(title: str, page: Page, path: Path) -> None:
-    """Write a document that needs neither a server nor a network.
+    """Write a document that needs neither a server nor a network; it replaces an earlier one.
 
     Raises:
+        UserError: if another file has its name.
         FileWriteError: if it can't be written.
     """
+    if path.is_file():
+        with reading(path, "output"), path.open("rb") as file:
+            head = file.read(len(_BEGINNING)).decode(errors="replace")
+        if head and head.lower() != _BEGINNING:  # an empty file loses nothing
+            raise UserError(f"{path} is no HTML page, and is not replaced: choose another output", "output")
     make_directory(path.parent)
     write_atomically(path, [document(title, page)])
 
@@ -169,7 +176,7 @@ def document(title: str, page: Page | None, *, panel: Panel | None = None) -> by
         content = f'<script type="application/json" id="content">{page.as_json().decode()}</script>\n'
     title = html.escape(title)
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'{_BEGINNING}\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'{policy}<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<link rel="icon" href="data:,">\n'  # a browser would ask for one
         f"<title>{title}</title>\n{styles}</head>\n<body>\n<h1>{title}</h1>\n"
@@ -181,6 +188,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
+_BEGINNING = "<!doctype html>"
 _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 _SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
 _BODY = """<p id="note">Reading …</p>
