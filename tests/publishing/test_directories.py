@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import diloco
 from diloco.cli.main import main
-from diloco.errors import FileWriteError
+from diloco.errors import FileWriteError, UserError
 from diloco.publishing.directories import FollowedDirectory, read_checkpoint
 
 CONFIG = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 20, "n_positions": 16}
@@ -109,6 +109,16 @@ def test_the_version_before_stays_where_numbers_begin_anew(tmp_path):
     assert sorted(path.name for path in to.path.iterdir()) == ["current", "version-0", "version-1"]
 
 
+def test_a_directory_that_another_program_wrote_stays(tmp_path):
+    place, to = str(tmp_path / "place"), FollowedDirectory(tmp_path / "to")
+    (to.path / "version-0").mkdir()
+    with diloco.Publisher(place) as publisher, diloco.Follower(place) as follower:
+        publisher.publish({"a": torch.zeros(3)}, step=1)
+        with pytest.raises(UserError, match=r"version-0 has no version\.json"):
+            to.write(follower.update(), follower.state, {})
+    assert [*(to.path / "version-0").iterdir()] == []
+
+
 def test_the_command_goes_on_until_it_is_interrupted(tmp_path, capsys):
     place, to = str(tmp_path / "place"), tmp_path / "to"
     with diloco.Publisher(place) as publisher:
@@ -170,6 +180,10 @@ def test_a_file_that_cannot_be_written_leaves_the_version_before(tmp_path):
         (["follow", "place"], "diloco follow needs --to"),
         (["follow", "place", "--to", "to", "--once"], "place has no version yet: start its publisher first"),
         (["follow", "place", "--to", "taken"], "taken/current is no link: give a directory of its own"),
+        (
+            ["follow", "place", "--to", "own"],
+            "own/version-1 has no version.json and would be removed: give the versions a directory of their own",
+        ),
         (["follow", "place", "--to", "held"], "another follower writes into held: give this one a directory of"),
         (
             ["follow", "place", "--to", "to", "--public-key", "x"],
@@ -181,6 +195,7 @@ def test_command_lines_that_are_refused(tmp_path, monkeypatch, capsys, arguments
     monkeypatch.chdir(tmp_path)
     Path("damaged.safetensors").write_bytes(b"damaged")
     Path("taken", "current").mkdir(parents=True)
+    Path("own", "version-1").mkdir(parents=True)
     held = FollowedDirectory(Path("held"))
     Path("checkpoint").mkdir()
     Path("checkpoint", "model.safetensors").touch()

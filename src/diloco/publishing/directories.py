@@ -84,7 +84,7 @@ class FollowedDirectory:
         path: is made if it is not there.
 
     Raises:
-        UserError: if something else has the link's name, or another object writes there.
+        UserError: if something else has the name of the link or of a version, or another object writes there.
         FileWriteError: if it can't be made.
     """
 
@@ -94,6 +94,8 @@ class FollowedDirectory:
         if self.current.exists() and not self.current.is_symlink():
             raise UserError(f"{self.current} is no link: give a directory of its own", "to")
         make_directory(self.path)
+        for version in self._versions():
+            _check_own(version)
         descriptor = os.open(self.path, os.O_RDONLY)
         weakref.finalize(self, os.close, descriptor)
         try:
@@ -138,13 +140,32 @@ class FollowedDirectory:
             for path in (*partial.iterdir(), partial):
                 sync(path)
             if directory.exists():  # of a publisher that began anew
-                shutil.rmtree(directory)
+                self._remove(directory)
             partial.rename(directory)
             link = self.path / f".{_CURRENT}.{secrets.token_hex(4)}"
             link.symlink_to(directory.name)
             link.replace(self.current)
             sync(self.path)
         # The version before stays: who has opened it can read it to its end.
-        for path in self.path.iterdir():
-            if re.fullmatch(r"version-\d{1,12}", path.name) and path.name not in (before, directory.name):
-                shutil.rmtree(path, ignore_errors=True)
+        for path in self._versions():
+            if path.name not in (before, directory.name):
+                self._remove(path)
+
+    def _versions(self) -> list[Path]:
+        return [path for path in self.path.iterdir() if re.fullmatch(r"version-\d{1,12}", path.name)]
+
+    def _remove(self, directory: Path) -> None:
+        """Remove a version, under another name, so that a kill leaves none without its number."""
+        _check_own(directory)
+        partial = self.path / f".{directory.name}.{secrets.token_hex(4)}.partial"
+        with writing(directory):
+            directory.rename(partial)
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_own(directory: Path) -> None:
+    """Refuse a directory with a version's name that `FollowedDirectory` did not write."""
+    if not (directory / _NUMBER).is_file():
+        raise UserError(
+            f"{directory} has no {_NUMBER} and would be removed: give the versions a directory of their own", "to"
+        )
