@@ -160,7 +160,9 @@ def test_a_run_ends_though_replicas_come_and_go(eventful):
     assert first.fenced and first.slot == second.slot and len({member.slot for member in state.members}) == 3
     assert (eventful.runs / "is-back").read_text() == "4"
     totals = {name: summary(eventful.runs / name) for name in "abc"}
-    assert max(total["num_tokens"] for total in totals.values()) >= eventful.num_tokens
+    assert max(lines(eventful.runs / name, 0)[-1]["tokens"] for name in totals) >= eventful.num_tokens
+    counted = state.tokens // len(state.fragments)
+    assert {total["num_tokens"] for total in totals.values()} == {counted}
     for name, total in totals.items():
         steps = [line["step"] for line in lines(eventful.runs / name, 0)]
         assert steps == list(range(1, len(steps) + 1)) and total["num_steps"] == steps[-1]
@@ -173,8 +175,9 @@ def test_a_run_ends_though_replicas_come_and_go(eventful):
     assert ends == {(expected, state.number - 1, True)}
     assert len({total["eval_loss"] for total in totals.values()}) == 1
     for name in totals:
-        model, _ = run_parameters(eventful.runs / name, "outer")
+        model, step = run_parameters(eventful.runs / name, "outer")
         assert parameters_hash(dict(model.named_parameters())) == expected
+        assert step == counted // eventful.tokens_per_step == run_parameters(eventful.rendezvous, "outer")[1]
 
 
 def test_a_summary_tells_the_tokens_per_second_of_its_replica_and_of_the_run(eventful):

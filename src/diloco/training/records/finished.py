@@ -16,12 +16,13 @@ from diloco.hub import check_reachable
 from diloco.models.language_model import LanguageModel
 from diloco.models.writer import Writer
 from diloco.rendezvous.log.log import is_store
+from diloco.schema import read_json
 from diloco.training.config.config import Parameters, TrainConfig
 from diloco.training.config.resolve import check_sizes
 from diloco.training.records.checkpoints import finished_steps, read, read_files
 from diloco.training.records.runs import check_text, read_config, run_directory
 from diloco.training.records.store_runs import store_config, store_parameters
-from diloco.training.records.summary import OUTER_FILE, open_held_out
+from diloco.training.records.summary import OUTER_FILE, SUMMARY_FILE, Summary, open_held_out
 
 
 def run_parameters(
@@ -63,7 +64,7 @@ def run_parameters(
                 f"{exported} can't be read ({error}): copy it again, or delete it to take the newest checkpoint"
             ) from error
         model.load_state_dict(theta)
-        return model, config.num_steps
+        return model, _last_step(config)
     holders = _holders(config, parameters)
     step = _held_step(config, holders, at_step)
     if parameters == "outer":
@@ -84,9 +85,18 @@ def newest_step(source: Path | str, parameters: Parameters) -> int | None:
     """
     config = read_config(run_directory(source))
     if parameters == "outer" and (config.directory / OUTER_FILE).exists():
-        return config.num_steps
+        return _last_step(config)
     held = (finished_steps(config.checkpoints, replica) for replica in _holders(config, parameters))
     return max(set.intersection(*map(set, held)), default=None)
+
+
+def _last_step(config: TrainConfig) -> int:
+    """T; for a replica of a store the step of a fixed group that has read as many tokens, as for the store."""
+    path = config.directory / SUMMARY_FILE
+    if config.rendezvous is None or not path.exists():  # it is written a moment after the parameters
+        return config.num_steps
+    summary = read_json(path, Summary, most_bytes=1 << 20)
+    return min(config.num_steps, summary.num_tokens // config.tokens_per_step)
 
 
 def _holders(config: TrainConfig, parameters: Parameters) -> range:

@@ -68,7 +68,8 @@ class Summary:
     num_params: Count
     """Parameters of the model."""
     num_tokens: Count
-    """Tokens that all replicas together have trained on."""
+    """Tokens that all replicas together have trained on; once a log closes the run, those that it has counted,
+    without the last ones of each replica."""
     num_steps: Annotated[int, msgspec.Meta(ge=1)]
     """T."""
     eval_loss: float
@@ -276,7 +277,9 @@ def _summary(
 
 def _of_the_log(rendezvous: "StoreRendezvous", counted: Mapping[str, Contributor]) -> dict[str, Any]:
     """The results of a run whose replicas come and go, which its log tells."""
-    return {
+    state = rendezvous.state
+    # A replica can only estimate the others' tokens until the last entry has counted them.
+    return ({"num_tokens": state.tokens // len(state.fragments)} if rendezvous.is_closed else {}) | {
         "contributors": {name: asdict(part) for name, part in counted.items()},
         "entry": rendezvous.entry,
         "closed": rendezvous.is_closed,
