@@ -1,5 +1,6 @@
 """Optimizers with FP32 masters beside BF16 parameters, as Apex keeps them."""
 
+import pytest
 import torch
 from tests.processes import run_replicas
 from torch import nn
@@ -104,3 +105,31 @@ def train_in_fp32(with_masters: bool) -> str:
 
 def test_masters_of_fp32_parameters_change_no_bit():
     assert run_replicas(train_in_fp32, 2, True) == run_replicas(train_in_fp32, 2, False)
+
+
+def test_a_model_that_was_loaded_without_its_masters_is_refused_before_they_overwrite_it():
+    model = network()
+    parameters = dict(model.named_parameters())
+    masters = {name: p.detach().float().clone() for name, p in parameters.items()}
+    optimizer, bias = (
+        torch.optim.SGD([m for n, m in masters.items() if n.endswith(k)]) for k in ("weight", "bias")
+    )
+    engine = engine_of(model, masters=masters, exchange=diloco.LoopbackExchange())
+    saved = engine.state_dict()
+    for master in masters.values():
+        master.grad = torch.ones_like(master)
+
+    def load() -> None:
+        engine.load_state_dict(saved)
+        model.load_state_dict({name: torch.full_like(p, 3.01) for name, p in parameters.items()})
+
+    load()
+    with pytest.raises(diloco.UserError, match=r"parameter 0.weight was loaded without .*: copy the model into"):
+        optimizer.step()
+    assert all(p.eq(torch.tensor(3.01).bfloat16()).all() for p in parameters.values())
+    for name, master in masters.items():
+        master.copy_(parameters[name] + 0.001)  # which rounds to the parameter
+    for each in (optimizer, bias):
+        each.step()
+    engine.step()
+    optimizer.step()

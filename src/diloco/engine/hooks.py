@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from diloco.engine.outer_state import OUTER
@@ -235,6 +236,8 @@ class ModelLoads:
         owners = {name.rpartition(".")[0] for name in names}
         hook = _Hook(weakref.ref(self))
         handles = [model.get_submodule(owner).register_load_state_dict_post_hook(hook) for owner in owners]
+        if replica.parameters.has_master_tensors:
+            handles.append(register_optimizer_step_pre_hook(torch.compiler.disable(hook.before_inner_step)))
         weakref.finalize(self, _remove, handles).atexit = False
 
     def notice(self) -> None:
@@ -274,6 +277,15 @@ class ModelLoads:
                     )
         self.accept()
 
+    def check_masters(self, optimizer: Optimizer) -> None:
+        """Refuse masters that this optimizer trains, and that the parameters loaded last do not follow.
+
+        Raises:
+            UserError: naming the parameter.
+        """
+        if self.pending is not None:
+            self._replica.parameters.check_masters(tensor for _, tensor in trained_by(optimizer))
+
     def _is_outer(self) -> bool:
         """True if θ = Θ, bit for bit."""
         parameters, home = self._replica.parameters, self._replica.state.at_home(OUTER)
@@ -291,6 +303,15 @@ class _Hook:
     def __call__(self, module: nn.Module, incompatible_keys: object) -> None:
         if (loads := self._loads()) is not None:
             loads.notice()
+
+    def before_inner_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Refuse the step of any optimizer that would write masters over parameters loaded without them.
+
+        Raises:
+            UserError: naming the parameter; nothing was written.
+        """
+        if (loads := self._loads()) is not None:
+            loads.check_masters(optimizer)
 
     def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
         return _Hook, ()

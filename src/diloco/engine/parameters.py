@@ -178,6 +178,34 @@ class FragmentParameters:
         """True if the optimizer updates other weights, which are θ."""
         return self._masters is not None
 
+    def check_masters(self, trained: Iterable[Tensor] | None = None) -> None:
+        """Refuse masters that are plain tensors, and of which a parameter is not the rounded value.
+
+        Args:
+            trained: tensors that an optimizer trains; only masters in their memory are looked at. None is all.
+
+        Raises:
+            UserError: naming the parameter.
+        """
+        if not isinstance(self._masters, MasterTensors):
+            return
+        places = None if trained is None else {_memory_of(tensor) for tensor in trained}
+        for fragment, parameters in enumerate(self._by_fragment):
+            for (name, parameter), master in zip(parameters.items(), self._theta_shards(fragment), strict=True):
+                own, is_trained = local(parameter), places is None or _memory_of(master) in places
+                if is_trained and not torch.equal(master.to(own.dtype), own):
+                    raise UserError(
+                        f"parameter {name} was loaded without its master, which has another value, and which an "
+                        "inner step writes over the parameter: copy the model into the masters, or save and load "
+                        "them with it",
+                        "masters",
+                    )
+
+    @property
+    def has_master_tensors(self) -> bool:
+        """True if the masters are plain tensors."""
+        return isinstance(self._masters, MasterTensors)
+
     @property
     def by_name(self) -> dict[str, Tensor]:
         """The parameters of all fragments."""
@@ -425,6 +453,11 @@ def local(tensor: Tensor) -> Tensor:
     """This process's shard, in the same memory and without a gradient."""
     tensor = tensor.detach()
     return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """The address of the memory in which this process's shard lies, of which it may be a part."""
+    return local(tensor).untyped_storage().data_ptr()
 
 
 def gathered(tensor: Tensor) -> Tensor:
