@@ -1,6 +1,7 @@
 """Arguments, models and wrappers that the engine refuses, the facts that replicas compare, and what is right."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -223,6 +224,33 @@ def test_numbers_and_rules_of_any_type_go_on_working():
         fragments=iter(diloco.strided(case.model(), layers_per_fragment=1)),
     )
     assert engine.settings.wire.name == "int4" and len(engine.settings.fragments) == 2
+
+
+def train_two_models(combine: str, in_turn: bool) -> str:
+    """Two engines over one process group, which step in turn, or one after the other has finished."""
+    case = Case(combine=combine)
+    models = [case.model() for _ in range(2)]
+    engines = [case.engine(model) for model in models]
+    turns = [(i, t) for t in range(1, 8) for i in range(2)]
+    try:
+        for i, t in turns if in_turn else sorted(turns):
+            inner_step(models[i], dist.get_rank(), t)
+            engines[i].step()
+            if t == 7:
+                engines[i].finish()
+    except diloco.UserError as error:
+        return str(error)
+    return " ".join(engine.outer_hash() for engine in engines)
+
+
+@pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
+def test_two_engines_over_one_process_group_train_one_after_the_other(combine):
+    for refusal in run_replicas(train_two_models, 2, combine, True):
+        assert re.match(
+            r"step 5: another engine .* same process group, .*: give each engine a group or a diloco.connect of",
+            refusal,
+        )
+    assert len(set(run_replicas(train_two_models, 2, combine, False))) == 1
 
 
 def wrapped(model: nn.Module) -> dict[str, nn.Module]:

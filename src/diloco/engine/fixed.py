@@ -5,6 +5,7 @@ Shapes: N elements of one fragment that this process holds.
 
 import struct
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -32,6 +34,8 @@ from diloco.schedule import Due, Sync
 from diloco.wire import codec
 from diloco.wire.payload import Key, checksum
 
+_SENDERS: "WeakKeyDictionary[Any, weakref.ref[FixedMembership]]" = WeakKeyDictionary()
+"""For each way to the other replicas the one that has sent last."""
 _SAME_PARAMETERS = (
     "set the same seed before the model is made, make its parts in the same order, and build the engine before a "
     "checkpoint is loaded, or on its outer parameters, which all replicas share: state['outer']"
@@ -151,6 +155,8 @@ class FixedMembership(Membership):
         """For each fragment the tokens read up to its last send, and the amount that set its weight."""
         self.drained_step = 0
         """The last step at which `finish` merged everything that was sent."""
+        self._way = getattr(transport, "group", transport)
+        """Several exchanges over one process group are one way."""
         self._schedule, self._due = replica.settings.schedule, Due((), ())
         self._shard = replica.parameters.group.index
         self._fragment_bytes = self._bytes_by_fragment()
@@ -195,6 +201,7 @@ class FixedMembership(Membership):
     def advance(self) -> tuple[OuterStep, ...]:
         """Send and merge as the schedule says."""
         step, due = self.replica.num_steps, self._due
+        self._check_alone()
         self._check_sends()
         self.replica.parameters.look_at_merges(step)
         if due.send:
@@ -278,8 +285,29 @@ class FixedMembership(Membership):
             flight.seal()
             return exchange(self.transport, flight, self._refuse_equal if flight.sync.round == 1 else None)
 
+        _SENDERS[self._way] = weakref.ref(self)
         flight.sent, flight.started = self.sends(send), time.perf_counter()
         self.in_flight.append(flight)
+
+    def _check_alone(self) -> None:
+        """Refuse to go on if another engine has sent over the same way while this one had something in flight.
+
+        No tag names an engine, so that one would take the other's payloads for its own.
+
+        Raises:
+            UserError: saying how to separate them.
+        """
+        sender = _SENDERS.get(self._way)
+        if sender is None or sender() is self or all(flight.is_received for flight in self.in_flight):
+            return
+        if self.transport.num_replicas > 1:
+            raise UserError(
+                f"step {self.replica.num_steps}: another engine has sent over the same exchange, or the same "
+                "process group, while this one had something in flight, and their payloads can't be told apart: "
+                "give each engine a group or a diloco.connect of its own, or call finish() of one before the "
+                "other steps",
+                "exchange",
+            )
 
     def _refuse_equal(self, flight: Flight, received: Mapping[int, Tensor]) -> None:
         """Refuse to go on if two replicas made the same outer gradients, in the first round of every fragment.
@@ -394,6 +422,7 @@ class FixedMembership(Membership):
         """
         del close
         step = self.replica.num_steps
+        self._check_alone()
         with self.transport.finishing(step):
             fragments = [p for p, last_sent in enumerate(self.replica.last_sent) if flush and last_sent < step]
             num_steps = "number of inner steps at finish()"

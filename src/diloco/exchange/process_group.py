@@ -419,11 +419,16 @@ class ProcessGroupExchange(GroupExchange):
             self._backends += [group_like(group, timeout_seconds) for _ in range(1, num_connections)]
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """The replicas' processes that it joins, by their ranks in torch.distributed's default group."""
+    def group(self) -> dist.ProcessGroup:
+        """The process group that it was given."""
         group = self._backends[0]
         assert isinstance(group, dist.ProcessGroup), "it was given one"
-        return tuple(dist.get_process_group_ranks(group))
+        return group
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The replicas' processes that it joins, by their ranks in torch.distributed's default group."""
+        return tuple(dist.get_process_group_ranks(self.group))
 
     def close(self) -> None:
         """Free the connections that were made for this exchange; the group that it was given stays as it is.
