@@ -58,6 +58,20 @@ def test_an_attached_engine_counts_tokens_and_refuses_another_count():
     assert (engine.num_steps, engine.tokens) == (4, 80)
 
 
+def test_an_optimizer_is_attached_to_one_engine_at_a_time():
+    model = linear()
+    optimizer, first, second = adamw(model), engine_of(model), engine_of(model)
+    attachment = first.attach(optimizer)
+    with pytest.raises(
+        diloco.UserError, match=r"attached to another engine already, .*: call remove\(\) of what its"
+    ):
+        second.attach(optimizer)
+    attachment.remove()
+    second.attach(optimizer)
+    optimizer.step()
+    assert (first.num_steps, second.num_steps) == (0, 1)
+
+
 @pytest.mark.parametrize("tokens", [torch.tensor(3), -1, 0.5, "8"])
 def test_tokens_are_a_whole_number(tokens):
     model = linear()
@@ -224,7 +238,7 @@ def test_parameters_outside_the_model_that_the_optimizer_trains_are_named(with_n
     optimizer = torch.optim.AdamW(both.named_parameters() if with_names else both.parameters())
     named = "head.weight" if with_names else r"1 of shape \(2, 3\)"
     with pytest.warns(UserWarning, match=rf"also trains {named}, outside of the engine's model") as caught:
-        engine_of(model).attach(optimizer)
+        engine_of(model).attach(optimizer).remove()
     assert len(caught) == 1 and caught[0].filename == __file__
     engine_of(both).attach(optimizer)  # without a warning
 

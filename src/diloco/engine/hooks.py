@@ -30,11 +30,18 @@ class Attachment:
         scaler: the GradScaler that steps it; None is the wrapper's own, where it has one.
 
     Raises:
-        UserError: if they are something else.
+        UserError: if they are something else, or the steps of this optimizer are counted already.
     """
 
     def __init__(self, count: Callable[[], object], optimizer: object, scaler: object = None) -> None:
         self._optimizer, wrappers = _unwrapped(optimizer)
+        other = _ATTACHMENTS.get(id(self._optimizer))
+        if other is not None and other.is_attached:
+            raise UserError(
+                "this optimizer is attached to another engine already, which would go on beside this one: call "
+                "remove() of what its attach() returned",
+                "optimizer",
+            )
         scaler = getattr(optimizer, "scaler", None) if scaler is None else scaler
         if not isinstance(scaler, torch.amp.GradScaler | None):
             raise UserError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or None", "scaler")
@@ -55,6 +62,7 @@ class Attachment:
             self._replace_step(wrapper, self._step_of_wrapper)
         if scaler is not None:
             self._replace_step(scaler, self._step_of_scaler)
+        _ATTACHMENTS[id(self._optimizer)] = self
 
     @property
     def is_attached(self) -> bool:
@@ -139,6 +147,10 @@ class Attachment:
             self._count()
         finally:
             self.is_counting = False
+
+
+_ATTACHMENTS: "weakref.WeakValueDictionary[int, Attachment]" = weakref.WeakValueDictionary()
+"""By the identity of an optimizer, which its attachment keeps alive, the one attached last."""
 
 
 def _unwrapped(optimizer: object) -> tuple[Optimizer, list[Any]]:

@@ -342,7 +342,8 @@ class StreamingDiLoCo:
             tokens: of each inner step, as in `step()`.
 
         Raises:
-            UserError: if the engine is attached already, or the optimizer trains none of its parameters.
+            UserError: if the engine or the optimizer is attached already, or the optimizer trains none of the
+                engine's parameters.
         """
         _checked_tokens(tokens)
         if self._attachment is not None and self._attachment.is_attached:
