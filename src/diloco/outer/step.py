@@ -139,7 +139,8 @@ def products_of(samples: Samples | None, device: torch.device) -> Tensor:
     if samples is None:
         return torch.zeros(3, dtype=torch.float32, device=device)
     a_n, b_n = samples.last_n, samples.before_n
-    return torch.stack([a_n @ b_n, a_n @ a_n, b_n @ b_n]) * samples.scale
+    pairs = (a_n, b_n), (a_n, a_n), (b_n, b_n)
+    return torch.stack([torch.dot(*pair) for pair in pairs]) * samples.scale  # autocast rounds the inputs of @
 
 
 def cosine_of(products: Tensor) -> float | None:
