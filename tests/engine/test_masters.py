@@ -133,3 +133,26 @@ def test_a_model_that_was_loaded_without_its_masters_is_refused_before_they_over
         each.step()
     engine.step()
     optimizer.step()
+
+
+def test_reset_outer_and_copy_outer_to_model_know_the_masters():
+    model = network()
+    optimizer = MastersSGD(model)
+    engine = engine_of(model, sync_every=5, masters=optimizer.masters, exchange=diloco.LoopbackExchange())
+    data = torch.Generator().manual_seed(0)
+    for _ in range(8):
+        take_inner_step(model, optimizer, data)
+        engine.step()
+    engine.finish()
+    engine.copy_outer_to_model()
+    for name, outer in engine.outer_parameters().items():
+        assert torch.equal(optimizer.masters[name], outer)
+        assert torch.equal(model.get_parameter(name), outer.bfloat16())
+    model.load_state_dict(network().state_dict())
+    with pytest.raises(diloco.UserError, match=r"parameter 0.weight was loaded without its master"):
+        engine.reset_outer()
+    for name, parameter in model.named_parameters():
+        optimizer.masters[name].copy_(parameter.detach())
+    engine.reset_outer()
+    for name, outer in engine.outer_parameters().items():
+        assert torch.equal(outer, optimizer.masters[name])

@@ -445,12 +445,13 @@ class FixedMembership(Membership):
 
         Raises:
             DisagreementError: if θ or the number of inner steps differ between replicas.
-            UserError: if something is in flight, or a parameter was replaced.
+            UserError: if something is in flight, or a parameter was replaced, or loaded without its master.
         """
         parameters, state, refusal = self.replica.parameters, self.replica.state, None
         fragments = range(state.num_fragments)
         try:
             parameters.check_still_the_models(fragments)
+            parameters.check_masters()
             if self.in_flight:
                 p = self.in_flight[0].sync.fragment
                 raise UserError(f"fragment {p} is in flight: call finish() before reset_outer()")

@@ -83,8 +83,10 @@ class MasterTensors:
 
     @torch.no_grad()
     def write(self, masters: Mapping[str, Tensor]) -> None:
-        """Round the masters, which were changed in place, to the parameters' dtype."""
+        """Take masters, which a merge changes in place, and round them to the parameters' dtype."""
         for name, master in masters.items():
+            if _memory_of(self._tensors[name]) != _memory_of(master):
+                local(self._tensors[name]).copy_(local(master))
             local(self._parameters[name]).copy_(local(master))
 
 
@@ -375,6 +377,18 @@ class FragmentParameters:
             for name, parameter in part.items():
                 local(parameter).copy_(local(others[name]))
         reshard(self._model)
+
+    def leave(self, others: Mapping[str, Tensor]) -> None:
+        """Give the parameters, and the masters, other values for good, by name.
+
+        Raises:
+            UserError: naming a parameter that the model does not have any more.
+        """
+        self._check_all_in_model()
+        for part in self._by_fragment if self._masters is not None else ():
+            on_device = ((name, like, local(others[name]).to(self.device)) for name, like in part.items())
+            self._masters.write({name: sharded_like(other, like) for name, like, other in on_device})
+        self.set(others)
 
     def check_still_the_models(self, fragments: Iterable[int]) -> None:
         """Refuse a model whose parameters are no longer those of the fragments.

@@ -394,7 +394,7 @@ class StreamingDiLoCo:
 
         Raises:
             DisagreementError: if the replicas' parameters or numbers of steps differ; nothing is changed.
-            UserError: if something is in flight; nothing is changed.
+            UserError: if something is in flight, or was loaded without its master; nothing is changed.
         """
         self._check_own_parameters("reset_outer")
         self._check_going_on()
@@ -523,9 +523,9 @@ class StreamingDiLoCo:
         self._num_changes += self._count_changes() - num_changes
 
     def copy_outer_to_model(self) -> None:
-        """Write Θ into the model for good, after `finish()`, so that saving the model saves Θ."""
+        """Write Θ into the model, and its masters, for good, after `finish()`, so that saving it saves Θ."""
         self._check_own_parameters("copy_outer_to_model")
-        self._replica.parameters.set(self.outer_parameters())
+        self._replica.parameters.leave(self.outer_parameters())
 
     def outer_hash(self) -> str:
         """SHA-256 over Θ, equal on all replicas after `finish()`; every process of a replica must call it."""
