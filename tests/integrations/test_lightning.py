@@ -99,6 +99,13 @@ def test_an_optimizer_of_another_model_is_refused(jobs, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_that_evaluates_other_parameters_than_theta_is_refused(jobs, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.optim.Optimizer, "eval", lambda optimizer: None, raising=False)
+    with pytest.raises(diloco.UserError, match="a schedule-free optimizer evaluates parameters of its own"):
+        jobs.fit(jobs.trainer_of(str(tmp_path)), jobs.Module())
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_of_another_kind_is_refused(jobs, tmp_path):
     trainer = jobs.trainer_of(str(tmp_path), max_epochs=1)
     with pytest.raises(diloco.UserError, match="the engine is built when trainer"):

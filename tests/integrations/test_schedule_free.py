@@ -76,6 +76,45 @@ def test_a_merge_moves_all_sequences_alike(kind):
         assert loss < 2.0, "the variance of the target is 8"
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_optimizers_evaluation_changes_nothing_while_the_model_holds_the_outer_parameters(kind):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    optimizer.train()
+    masters = ScheduleFreeMasters(model, optimizer)
+    settings = {"fragments": "whole", "sync_every": 4, "overlap_steps": 1, "wire": "fp32"}
+    engine = diloco.StreamingDiLoCo(model, masters=masters, exchange=diloco.LoopbackExchange(), **settings)
+
+    def train() -> None:
+        for inputs in torch.randn(10, 16, 8):
+            optimizer.zero_grad()
+            (model(inputs).squeeze(1) - inputs.sum(1)).square().mean().backward()
+            optimizer.step()
+            engine.step()
+
+    def holds_outer() -> bool:
+        return all(torch.equal(p, engine.outer_parameters()[name]) for name, p in model.named_parameters())
+
+    train()
+    y = [p.detach().clone() for p in model.parameters()]
+    for calls in ((optimizer.eval, optimizer.train), (optimizer.eval,)):
+        with engine.outer_parameters_applied():
+            for call in calls:
+                assert holds_outer()
+                call()
+        optimizer.train()
+        assert all(torch.equal(p, then) for p, then in zip(model.parameters(), y, strict=True))
+    train()
+    engine.finish()
+    engine.copy_outer_to_model()
+    optimizer.eval()
+    assert holds_outer()
+    optimizer.train()
+    train()
+    engine.finish()
+
+
 def test_parameters_of_another_optimizer_and_a_beta_of_zero_are_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = schedulefree.AdamWScheduleFree(model[0].parameters())

@@ -44,7 +44,8 @@ INITIAL = "initial parameters (SHA-256)"
 class Masters(Protocol):
     """Access to weights that an optimizer updates in the place of the model's parameters; they are θ then.
 
-    Every process of a replica calls both methods for the same parameters in the same order.
+    Every process of a replica calls both methods for the same parameters in the same order. An optimizer whose
+    parameters are not θ in training has a third one, `expose`, as in `ScheduleFreeMasters`.
     """
 
     def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
@@ -356,15 +357,21 @@ class FragmentParameters:
         """
         self._check_all_in_model()
         shards = [local(parameter) for part in self._by_fragment for parameter in part.values()]
-        own = [(shard, shard.clone()) for shard in shards]
+        own, undo = [(shard, shard.clone()) for shard in shards], self._expose()
         try:
             self.set(others)
             yield
         finally:
             for shard, kept in own:
                 shard.copy_(kept)
+            undo()
             reshard(self._model)
         self._check_all_in_model()
+
+    def _expose(self) -> Callable[[], None]:
+        """Tell masters that ask for it that the parameters stand for θ; the returned function undoes it."""
+        expose = getattr(self._masters, "expose", None)
+        return (lambda: None) if expose is None else expose()
 
     def set(self, others: Mapping[str, Tensor]) -> None:
         """Give the parameters other values, by name.
@@ -388,6 +395,7 @@ class FragmentParameters:
         for part in self._by_fragment if self._masters is not None else ():
             on_device = ((name, like, local(others[name]).to(self.device)) for name, like in part.items())
             self._masters.write({name: sharded_like(other, like) for name, like, other in on_device})
+        self._expose()
         self.set(others)
 
     def check_still_the_models(self, fragments: Iterable[int]) -> None:

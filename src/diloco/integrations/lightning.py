@@ -81,6 +81,8 @@ class DiLoCoCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare the replicas' numbers of steps, and what the optimizers train with the engine's parameters."""
+        if any(callable(getattr(optimizer, "eval", None)) for optimizer in trainer.optimizers):
+            raise UserError("a schedule-free optimizer evaluates parameters of its own, not Θ: take another")
         check_optimizers(self.engine, trainer.optimizers)
         self._global_step = trainer.global_step
         names = ("estimated_stepping_batches", "global_step")

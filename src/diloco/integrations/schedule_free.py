@@ -1,6 +1,6 @@
 """Schedule-free optimizers (arXiv 2405.15682), whose result x is an average that stands in no tensor."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,9 @@ class ScheduleFreeMasters:
     This keeps y = β x + (1 − β) z, and how far z is ahead of x. With α = 0, x = Θ up to rounding on all replicas;
     where z = x, as before the first step, x = y = z = Θ.
 
+    Where the engine puts Θ into the model, Θ is x: the optimizer is in evaluation there, and `optimizer.eval()`
+    changes nothing. After `engine.copy_outer_to_model()` call `optimizer.train()` to train on.
+
     The outer momentum speeds up x, and z with it: with α = 0 and a momentum of 0.9 training diverges. Take the
     engine's default mixing, or no outer momentum.
 
@@ -50,6 +53,18 @@ class ScheduleFreeMasters:
             sequences.parameter.add_(moved)
             if sequences.z is not None:
                 sequences.z.add_(moved)
+
+    def expose(self) -> Callable[[], None]:
+        """Begin the optimizer's evaluation, without a change of values; the returned function ends it alike."""
+        modes = [(group, group["train_mode"]) for group in self._optimizer.param_groups]
+
+        def set_back() -> None:
+            for group, mode in modes:
+                group["train_mode"] = mode
+
+        for group, _ in modes:
+            group["train_mode"] = False
+        return set_back
 
     def _sequences(self, names: Iterable[str]) -> "Iterator[_Sequences]":
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
