@@ -1,6 +1,7 @@
 """The states that an engine takes up: its own, and with nothing in flight those of other settings, too."""
 
 import copy
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,7 @@ def load_in_every_wrong_way() -> dict[str, object]:
     """The refusals that one replica of two hears."""
     return {
         "other steps": load_different_steps(),
+        "after other steps": load_after_different_steps(),
         "in flight": load_another_replicas_state(None, 12),
         "error": load_another_replicas_state(1.0, 17),
         "shared": load_another_replicas_state(None, 17),
@@ -48,6 +50,25 @@ def load_different_steps() -> str:
     with pytest.raises(diloco.DisagreementError) as caught:
         engine.load_state_dict(state)
     return str(caught.value)
+
+
+def load_after_different_steps() -> str:
+    model = Case().model()
+    engine = Case().engine(model)
+    state = copy.deepcopy(engine.state_dict())
+    for _ in range(1 + dist.get_rank()):
+        engine.step()
+    with pytest.raises(diloco.DisagreementError) as caught:
+        engine.load_state_dict(state)
+    return str(caught.value)
+
+
+def test_a_load_after_different_steps_is_refused(refusals):
+    for heard in refusals:
+        assert re.search(
+            r"at load_state_dict\(\): replica 0 has 1, replica 1 has 2; go back after the same step on",
+            heard["after other steps"],
+        )
 
 
 def test_states_of_different_steps_are_refused(refusals):

@@ -5,6 +5,7 @@ Shapes: N elements of one fragment that this process holds.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -181,7 +182,8 @@ def loadable(replica: Replica, transport: Transport, state: object) -> tuple[dic
         parameters that were unfrozen since it was saved: their Θ is the model's present value.
 
     Raises:
-        DisagreementError: if the replicas load different steps, or states of different runs.
+        DisagreementError: if the replicas load different steps, or states of different runs, or after different
+            numbers of steps: what one has sent the others would take for what is sent after the load.
         UserError: if the state does not belong to this engine.
     """
     refusal, accepted, unfrozen = None, {}, ()
@@ -189,17 +191,26 @@ def loadable(replica: Replica, transport: Transport, state: object) -> tuple[dic
         accepted, unfrozen = _accepted(replica, transport.num_replicas, state)
     except UserError as error:
         refusal = str(error)
+    steps = "number of this engine's inner steps at load_state_dict()"
     facts = {
+        steps: replica.num_steps,
         "step of the loaded state": accepted.get("num_steps"),
         "in flight in the loaded state (fragment, round, step)": accepted.get("in_flight"),
     }
     with replica.fail_together():
-        agree_or_refuse(transport, {"why the state can't be loaded": refusal} | facts, refusal)
+        remedies = {steps: "go back after the same step on all replicas, or load into new engines"}
+        agree_or_refuse(transport, {"why the state can't be loaded": refusal} | facts, refusal, remedies=remedies)
         _compare_runs(replica, transport, accepted)
     return accepted, unfrozen
 
 
-def agree_or_refuse(transport: Transport, facts: Mapping[str, object], refusal: str | None) -> None:
+def agree_or_refuse(
+    transport: Transport,
+    facts: Mapping[str, object],
+    refusal: str | None,
+    *,
+    remedies: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Raise the refusal, and on the replicas that have none, the difference.
 
     Raises:
@@ -207,7 +218,7 @@ def agree_or_refuse(transport: Transport, facts: Mapping[str, object], refusal: 
         UserError: with the refusal.
     """
     try:
-        agree(transport, facts)
+        agree(transport, facts, remedies=remedies)
     except DisagreementError:
         if refusal is None:
             raise

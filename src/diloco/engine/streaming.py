@@ -427,7 +427,8 @@ class StreamingDiLoCo:
         The error is zero unless replica and β are those of the state.
 
         Raises:
-            DisagreementError: if the replicas load different steps, or states of different runs.
+            DisagreementError: if the replicas load different steps, or states of different runs, or do so after
+                different numbers of steps.
             UserError: if this engine failed; if the state is not of an engine, of another model, or of other
                 settings while something is in flight. A refusal changes nothing, but torch.distributed.checkpoint
                 has read into Θ and the slots before: build a new engine then.
