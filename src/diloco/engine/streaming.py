@@ -550,7 +550,7 @@ class StreamingDiLoCo:
                 "finish(flush=True), or choose a smaller sync_every"
             )
         else:
-            message = f"no inner step was counted, and nothing exchanged: {_COUNT}"
+            message = f"no inner step was counted, and nothing exchanged: {self._how_to_count()}"
         warnings.warn(message, stacklevel=3)
 
     def _warn_of_uncounted(self) -> None:
@@ -576,11 +576,25 @@ class StreamingDiLoCo:
                 "error ended it"
             )
         elif not self.num_steps and self._loads.pending is None and self._count_changes() > self._num_changes:
-            warning = f"an engine ends whose model has changed, and no inner step was counted: {_COUNT}"
+            warning = (
+                f"an engine ends whose model has changed, and no inner step was counted: {self._how_to_count()}"
+            )
         else:
             return
         if self._sound and self._membership.failure is None:
             _LOG.warning(warning)
+
+    def _how_to_count(self) -> str:
+        """The remedy where no inner step was counted."""
+        if self._attachment is None:
+            return (
+                "add engine.attach(optimizer) before the loop, with the optimizer whose step() it calls, or "
+                "engine.step() after each inner step"
+            )
+        return (
+            "step() of the attached optimizer was never called: attach the one whose step() the loop calls, such "
+            "as the base optimizer of SAM, or, in the place of attach(), call engine.step() after each inner step"
+        )
 
     @contextmanager
     def _fail_together(self) -> Iterator[None]:
@@ -613,10 +627,6 @@ class StreamingDiLoCo:
             raise ExchangeError(f"step {self.num_steps}: {failure}")
 
 
-_COUNT = (
-    "add engine.attach(optimizer) before the loop, with the optimizer whose step() it calls, or engine.step() "
-    "after each inner step"
-)
 _LOG = logging.getLogger("diloco")
 _WATCHED: "weakref.WeakSet[StreamingDiLoCo]" = weakref.WeakSet()
 
