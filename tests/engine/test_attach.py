@@ -72,6 +72,22 @@ def test_an_optimizer_is_attached_to_one_engine_at_a_time():
     assert (first.num_steps, second.num_steps) == (0, 1)
 
 
+def test_an_optimizer_that_takes_the_place_of_the_attached_one_is_noticed():
+    model = linear()
+    first, second, engine = adamw(model), torch.optim.SGD(model.parameters(), lr=0.1), engine_of(model)
+    engine.attach(first)
+    for optimizer in (second, first, torch.optim.SGD(linear().parameters())):
+        for _ in range(SYNC_EVERY - 1):
+            optimizer.step()
+    for _ in range(SYNC_EVERY - 1):
+        second.step()
+    with pytest.warns(UserWarning, match=r"SGD has taken 100 steps .* attached AdamW, .* attach the") as caught:
+        second.step()
+    assert caught[0].filename == __file__
+    second.step()  # without a warning
+    assert engine.num_steps == SYNC_EVERY - 1
+
+
 @pytest.mark.parametrize("tokens", [torch.tensor(3), -1, 0.5, "8"])
 def test_tokens_are_a_whole_number(tokens):
     model = linear()

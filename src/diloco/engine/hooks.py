@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from diloco.engine.outer_state import OUTER
@@ -28,12 +28,15 @@ class Attachment:
             which the last counts. A step of a wrapper that is no Optimizer, such as DeepSpeed's, counts once,
             however often it steps the inner one.
         scaler: the GradScaler that steps it; None is the wrapper's own, where it has one.
+        patience: steps of another optimizer of the same parameters, without one of this, after which to warn.
 
     Raises:
         UserError: if they are something else, or the steps of this optimizer are counted already.
     """
 
-    def __init__(self, count: Callable[[], object], optimizer: object, scaler: object = None) -> None:
+    def __init__(
+        self, count: Callable[[], object], optimizer: object, scaler: object = None, *, patience: int
+    ) -> None:
         self._optimizer, wrappers = _unwrapped(optimizer)
         other = _ATTACHMENTS.get(id(self._optimizer))
         if other is not None and other.is_attached:
@@ -63,6 +66,11 @@ class Attachment:
         if scaler is not None:
             self._replace_step(scaler, self._step_of_scaler)
         _ATTACHMENTS[id(self._optimizer)] = self
+        self._trained = {id(parameter) for _, parameter in trained_by(self._optimizer)}
+        self._patience, self._num_others = patience, 0
+        notice = weakref.WeakMethod(self._notice)
+        hook = torch.compiler.disable(lambda other, *_: (method := notice()) is not None and method(other))
+        weakref.finalize(self, register_optimizer_step_post_hook(hook).remove).atexit = False
 
     @property
     def is_attached(self) -> bool:
@@ -141,8 +149,22 @@ class Attachment:
             self._counted()
         return result
 
+    def _notice(self, other: Optimizer, *_: object) -> None:
+        """Warn once if another optimizer has taken the place of this one, whose steps alone are counted."""
+        if other is self._optimizer or self._depth or not self.is_attached:
+            return  # a base optimizer steps inside of it
+        _, first = next(trained_by(other), (None, None))
+        self._num_others += id(first) in self._trained
+        if self._num_others == self._patience:
+            warnings.warn(
+                f"{type(other).__name__} has taken {self._patience} steps on the parameters of the attached "
+                f"{type(self._optimizer).__name__}, which has taken none since, so that none was counted: call "
+                "remove() of what attach() returned, and attach the optimizer that steps now",
+                stacklevel=5,
+            )
+
     def _counted(self) -> None:
-        self.is_counting = True
+        self.is_counting, self._num_others = True, 0
         try:
             self._count()
         finally:

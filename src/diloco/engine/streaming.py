@@ -352,7 +352,8 @@ class StreamingDiLoCo:
                 "optimizer that steps last"
             )
         check_optimizers(self, [optimizer])
-        self._attachment = Attachment(partial(self.step, tokens=tokens), optimizer, scaler)
+        patience = max(10, self.settings.schedule.sync_every)
+        self._attachment = Attachment(partial(self.step, tokens=tokens), optimizer, scaler, patience=patience)
         return self._attachment
 
     def on_merge(self, hook: Callable[[tuple[str, ...]], object]) -> RemovableHandle:
