@@ -149,7 +149,7 @@ class Attachment:
             self._counted()
         return result
 
-    def _notice(self, other: Optimizer, *_: object) -> None:
+    def _notice(self, other: Optimizer) -> None:
         """Warn once if another optimizer has taken the place of this one, whose steps alone are counted."""
         if other is self._optimizer or self._depth or not self.is_attached:
             return  # a base optimizer steps inside of it

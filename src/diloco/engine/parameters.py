@@ -392,8 +392,8 @@ class FragmentParameters:
             UserError: naming a parameter that the model does not have any more.
         """
         self._check_all_in_model()
-        for part in self._by_fragment if self._masters is not None else ():
-            on_device = ((name, like, local(others[name]).to(self.device)) for name, like in part.items())
+        if self._masters is not None:
+            on_device = ((name, like, local(others[name]).to(self.device)) for name, like in self.by_name.items())
             self._masters.write({name: sharded_like(other, like) for name, like, other in on_device})
         self._expose()
         self.set(others)
