@@ -5,8 +5,8 @@
 A decoder is trained with FP32 parameters for a moment, then for a few steps at each learning rate; its parameters
 after the last two of these are kept in FOLDER as bfloat16, so that a second call only measures. Compared are the
 difference, and the sizes after zstd (level 3) of the whole weights, of their XOR with those of the step before,
-and of the changed places and values (as in PULSE, arXiv 2602.03839). Times are processor seconds of one
-thread, or seconds of several, the best of the repeats, beside a copy of the weights in the same turns.
+and of the changed places and values (as in PULSE, arXiv 2602.03839). Times are processor seconds of one thread,
+the best of the repeats, beside a copy of the weights in the same turns.
 """
 
 import argparse
@@ -67,10 +67,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--warm-up", type=int, default=50, help="steps before, up to the learning rate 6e-4")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     train(arguments)
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)
     rows = [measure(arguments.states / rate, arguments.repeats) for rate in arguments.learning_rates]
     arguments.output.mkdir(parents=True, exist_ok=True)
     with (arguments.output / "publish.csv").open("w", newline="") as file:
@@ -154,10 +153,9 @@ def measure(folder: Path, repeats: int) -> Row:
     state, best = {name: tensor.clone() for name, tensor in old.items()}, dict[str, float]()
 
     def measured(name: str, work: Callable[[], T]) -> T:
-        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-        start = clock()
+        start = time.thread_time()
         result = work()
-        best[name] = min(best.get(name, float("inf")), clock() - start)
+        best[name] = min(best.get(name, float("inf")), time.thread_time() - start)
         return result
 
     def copy() -> None:

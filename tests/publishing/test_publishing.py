@@ -373,6 +373,18 @@ def test_signed_versions_of_elsewhere_are_refused(place: str, tmp_path: Path, is
         assert follower.version is not None and same_bits(state, follower.state)
 
 
+def test_versions_of_format_1_go_on_without_a_series(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as before:
+        before.setattr("diloco.publishing.publisher.FORMAT", 1)
+        before.setattr("diloco.publishing.publisher.secrets.token_hex", lambda _: "")
+        state = published(place, 1)[-1]
+    assert b"series" not in Path(place, VERSION.name(0)).read_bytes()
+    with diloco.Follower(place) as follower, diloco.Publisher(place, dtype=None) as publisher:
+        follower.update()
+        version = publisher.publish(changed(state, 1), step=1)
+        assert version.format == 1 and follower.update() == version
+
+
 class Opaque(Tensor):
     """A tensor that wraps others, as quantized ones do, and can't be copied."""
 
@@ -620,7 +632,7 @@ def _sealed(place: Path, version: Version) -> None:
 
 
 def _of_a_later_format(place: Path, version: Version) -> None:
-    fields = {**asdict(version), "format": 2, "further": [1]}
+    fields = {**asdict(version), "format": 3, "further": [1]}
     (place / VERSION.name(version.number)).write_bytes(object_of(json.dumps(fields).encode(), b""))
 
 
@@ -671,7 +683,7 @@ def _begun_anew(place: Path, version: Version) -> None:
         (_flipped, "the difference of version 2 in .* does not match the SHA-256 in its header: it was damaged"),
         (_head_cut, "version 2 in .* can't be used: its header is cut short"),
         (_in_anothers_place, "version 2 in .* can't be used: it is version 1, put in another's place"),
-        (_of_a_later_format, "version 2 in .* is of format 2, and this diloco reads format 1: install"),
+        (_of_a_later_format, "version 2 in .* is of format 3, and this diloco reads format 2: install"),
         (_replaced, "version 2 in .* does not follow version 1 as it was read: one of them was replaced"),
         (_wrong_digest, r"version 2 in .* leads to the digest \w{16}…, and its header says abababab"),
         (_of_another_model, r"version 2 in .* is of another model: .* are missing: follow it with a new follower"),

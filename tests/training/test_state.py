@@ -22,7 +22,7 @@ from diloco.training.config.config import DilocoConfig, OptimizerConfig, TrainCo
 from diloco.training.loop import inner_step
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.state import ElasticProgress, Standing, TrainState, initial_state
-from diloco.training.world import World, alone
+from diloco.training.world import World
 
 M = 2
 SAVED, LAST = 5, 8
@@ -273,18 +273,3 @@ def test_replicas_that_come_and_go_know_tokens_rate_and_end_of_one_question():
     assert seen == [Standing(3 * per_step, 6 * per_step, False), Standing(6 * per_step, 9 * per_step, True)]
     progress._rendezvous.state.active = range(1)
     assert progress.after(2) == seen[1], "it never goes back when replicas leave"
-
-
-def test_a_run_that_goes_on_in_another_precision_says_so(tmp_path, caplog):
-    config = narrow(num_replicas=1, precision="auto")
-    for here in ("bf16", "fp32", "fp32"):
-        world = replace(alone(), precision=here)
-        checkpoints = Checkpoints(tmp_path, 0, world.host_group, keep=1)
-        state = initial_state(config, world)
-        if here == "fp32":
-            state.load(checkpoints, SAVED)
-        state.step = SAVED
-        state.save(checkpoints)
-        checkpoints.wait()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "steps up to 5 were taken in bf16, the next ones are taken in fp32" in caplog.text

@@ -17,6 +17,7 @@ from diloco.errors import PayloadError, UserError
 from diloco.publishing.differences import content_digest, difference_of
 from diloco.publishing.states import State, copied, num_bytes_of, seal_whole, unlike
 from diloco.publishing.versions import (
+    FORMAT,
     MOST_FILE_BYTES,
     VERSION,
     Body,
@@ -229,6 +230,7 @@ class Publisher:
         bodies = {kind: await asyncio.to_thread(Body.of, parts) for kind, parts in buffers.items()}
         number = 0 if newest is None else newest.number + 1
         version = Version(
+            format=FORMAT if newest is None else newest.format,
             series=secrets.token_hex(32) if newest is None else newest.series,
             number=number,
             digest=await asyncio.to_thread(content_digest, state),

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _T = TypeVar("_T")
-FORMAT = 1
-"""Version of the form of published weights, which the header of each version names."""
+FORMAT = 2
+"""Version of the form of published weights, which the header of each version names; 1 has no series."""
 PART_BYTES = 1 << 23
 """Size of the parts of a body, but for its last: several travel at once, and an outage costs no more than them."""
 MOST_PARTS_AT_ONCE = 8
@@ -63,9 +63,9 @@ class Body:
 class Version:
     """One state of the weights, as its publisher's signed header describes it."""
 
-    format: Count = FORMAT
-    """The version of this form."""
-    series: Digest
+    format: Count
+    """The version of this form: 2, or 1 without a series."""
+    series: Key = ""
     """Random, of version 0; all that follow have it, so that signed versions of elsewhere can't join them."""
     number: Count
     """Versions before it."""
@@ -90,6 +90,8 @@ class Version:
     """The files that go with it, by name."""
 
     def __post_init__(self) -> None:
+        if (self.series == "") != (self.format == 1):
+            raise ValueError(f"format {self.format} has {'a' if self.format > 1 else 'no'} series")
         if (self.whole is not None) != (self.start == self.number) or self.start > self.number:
             raise ValueError(f"version {self.number} starts at {self.start}")
         if self.whole is None and self.difference is None:
@@ -132,12 +134,17 @@ class _Versions(Signed[Version]):
         number = FORMAT
         with suppress(ValueError):  # which `decoded` explains
             number = msgspec.json.decode(line, type=_Numbered).format
-        if number != FORMAT:
+        if not 1 <= number <= FORMAT:
             raise FileError(
                 f"{source} is of format {number}, and this diloco reads format {FORMAT}: install the release of "
                 "diloco that publishes"
             )
         return super().read(line, source)
+
+    def fields(self, header: Version) -> Any:
+        """The JSON value of a header; format 1 has no series."""
+        fields = super().fields(header)
+        return fields if header.series else {name: fields[name] for name in fields if name != "series"}
 
 
 VERSION = _Versions(

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -29,8 +28,6 @@ from diloco.training.optimizer import InnerOptimizer, inner_optimizer
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.records.metrics import MeanLoss, MeanLossState
 from diloco.training.world import World
-
-_LOG = logging.getLogger("diloco")
 
 
 @dataclass(frozen=True)
@@ -196,8 +193,6 @@ class TrainState:
     """The parameters that are not trained at a step."""
     mean_loss: MeanLoss | None = None
     """The losses of all replicas, for logs; None for the baseline, and with a rendezvous."""
-    precision: str = "fp32"
-    """The precision of forward passes here: bf16, fp32 or bf16-params."""
     step: int = 0
     """Inner steps taken."""
     resumed_step: int = 0
@@ -225,18 +220,12 @@ class TrainState:
         """Copy everything now, and write it in the background; then drop all checkpoints but those to keep."""
         facts, sync = _parted(self.sync.state_dict())
         mean_loss = None if self.mean_loss is None else self.mean_loss.state(self.step)
-        facts = _Facts(self.step, self.precision, self.seconds, self.blocked_seconds, facts, mean_loss)
+        facts = _Facts(self.step, self.seconds, self.blocked_seconds, facts, mean_loss)
         checkpoints.save(self.step, asdict(facts), self._tensors(sync), drops_old=drops_old)
 
     def load(self, checkpoints: Checkpoints, step: int) -> None:
         """Take up what was saved, on as many shards as there are now; every replica must load the same step."""
         facts = checkpoints.facts(step, _Facts)
-        if facts.precision != self.precision:
-            _LOG.warning(
-                "steps up to %d were taken in %s, the next ones are taken in %s, which is precision=auto on this "
-                "machine: no other run's losses compare with this one's; set precision at the start to keep one",
-                *(step, facts.precision, self.precision),
-            )
         tensors = self._tensors(_parted(self.sync.state_dict())[1])
         checkpoints.load(step, tensors)  # the optimizer's in place
         self.seconds, self.blocked_seconds = facts.seconds, facts.blocked_seconds
@@ -268,7 +257,6 @@ class _Facts:
     """The plain values of a checkpoint; see `TrainState`."""
 
     step: Count
-    precision: str
     seconds: Seconds
     blocked_seconds: Seconds
     sync: dict[str, Any]
@@ -295,12 +283,10 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     inner, micro_batch = config.optimizer, config.micro_batch
     optimizer, batch = inner_optimizer(model, inner), (micro_batch, config.sequence_length)
     forward: nn.Module = torch.compile(model) if config.compile else model  # pyrefly: ignore[bad-assignment]
-    common = {"optimizer": optimizer, "inner": inner, "micro_batch": micro_batch, "precision": world.precision}
-    state_with = partial(TrainState, model, **common)
     fixed = FixedProgress(config.num_steps, config.tokens_per_step)
     if config.method == "data_parallel":
         sync = _data_parallel(world, model, forward, batch)
-        return state_with(forward=sync.forward, sync=sync, progress=fixed, passes=sync.passes)
+        return TrainState(model, sync.forward, optimizer, inner, micro_batch, sync, fixed, passes=sync.passes)
     settings = engine_settings(config.diloco, model, seed=config.seed)
     exchange = world.exchange if world.rendezvous is None else None
     engine = StreamingDiLoCo(
@@ -313,9 +299,9 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     see_to_its_end(engine)
     if world.rendezvous is not None:
         progress = ElasticProgress(engine, world, num_tokens=config.num_tokens, own_tokens=config.replica_tokens)
-        return state_with(forward=forward, sync=engine, progress=progress)
+        return TrainState(model, forward, optimizer, inner, micro_batch, engine, progress)
     mean_loss = MeanLoss(world.exchange, max_overlap=settings.schedule.max_overlap)
-    state = state_with(forward=forward, sync=engine, progress=fixed, mean_loss=mean_loss)
+    state = TrainState(model, forward, optimizer, inner, micro_batch, engine, fixed, mean_loss=mean_loss)
     if config.ddp_per_replica > 1 and world.mesh is None:
         assert isinstance(world.group, TorchGroup), "a replica is several processes"
         state.forward = inside = data_parallel(forward, world.group.group)
