@@ -5,7 +5,6 @@ Shapes: N elements of one fragment that this process holds.
 
 import struct
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -13,7 +12,7 @@ from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -34,8 +33,8 @@ from diloco.schedule import Due, Sync
 from diloco.wire import codec
 from diloco.wire.payload import Key, checksum
 
-_SENDERS: "WeakKeyDictionary[Any, weakref.ref[FixedMembership]]" = WeakKeyDictionary()
-"""For each way to the other replicas the one that has sent last."""
+_SENDERS: "WeakValueDictionary[int, FixedMembership]" = WeakValueDictionary()
+"""By the identity of a way to the other replicas, which it keeps alive, the one that has sent over it last."""
 _SAME_PARAMETERS = (
     "set the same seed before the model is made, make its parts in the same order, and build the engine before a "
     "checkpoint is loaded, or on its outer parameters, which all replicas share: state['outer']"
@@ -285,7 +284,7 @@ class FixedMembership(Membership):
             flight.seal()
             return exchange(self.transport, flight, self._refuse_equal if flight.sync.round == 1 else None)
 
-        _SENDERS[self._way] = weakref.ref(self)
+        _SENDERS[id(self._way)] = self
         flight.sent, flight.started = self.sends(send), time.perf_counter()
         self.in_flight.append(flight)
 
@@ -297,8 +296,8 @@ class FixedMembership(Membership):
         Raises:
             UserError: saying how to separate them.
         """
-        sender = _SENDERS.get(self._way)
-        if sender is None or sender() is self or all(flight.is_received for flight in self.in_flight):
+        sender = _SENDERS.get(id(self._way))
+        if sender is None or sender is self or all(flight.is_received for flight in self.in_flight):
             return
         if self.transport.num_replicas > 1:
             raise UserError(

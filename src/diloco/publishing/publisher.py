@@ -6,9 +6,9 @@ import re
 import secrets
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _LOG = logging.getLogger("diloco")
+_T = TypeVar("_T")
 _FOR_EVER = float(1 << 30)
 """Bound of a wait for requests that are bounded themselves."""
 _MOST_TRIES = 4
@@ -127,8 +128,14 @@ class Publisher:
 
     def newest(self) -> Version | None:
         """The newest version of the place; None if there is none. Errors are those of `publish`."""
+        return self._result(self._read_newest)
+
+    def _result(self, request: Callable[..., Coroutine[Any, Any, _T]], *arguments: Any, **options: Any) -> _T:
+        """The result of a request to the store, after those of other threads."""
         with self._lock:
-            return self._background.wait(self._read_newest(), _FOR_EVER, self._store.url)
+            if self._is_closed:
+                raise UserError(f"this publisher to {self._store.url} is closed: make a new one")
+            return self._background.wait(request(*arguments, **options), _FOR_EVER, self._store.url)
 
     async def _read_newest(self) -> Version | None:
         return (await self._read(await self._chain.newest_number()))[0]
@@ -177,8 +184,6 @@ class Publisher:
                 another publisher writes to this place.
             StoreError: if the store refuses a request, or gives no answer.
         """
-        if self._is_closed:
-            raise UserError(f"this publisher to {self._store.url} is closed: make a new one")
         if not (isinstance(step, SupportsIndex) and 0 <= (step := int(step)) < 1 << 63):
             raise UserError(f"step={step!r:.100} must be a whole number of at least 0", "step")
         values = json_facts(facts or {})
@@ -188,9 +193,7 @@ class Publisher:
                     f"the file {name} has {len(content):,} bytes, more than {MOST_FILE_BYTES:,}", "files"
                 )
         state, tied = copied(model, self._dtype)
-        with self._lock:
-            work = self._publish(state, files, step=step, facts=values, tied=tied)
-            return self._background.wait(work, _FOR_EVER, self._store.url)
+        return self._result(self._publish, state, files, step=step, facts=values, tied=tied)
 
     def close(self) -> None:
         """End the publisher's thread; the versions stay."""
@@ -259,8 +262,8 @@ class Publisher:
         """Find the newest version, unless it is known; False if it is one of a former key."""
         if self._lost:
             raise UserError(self._lost, "url")
-        is_known = self._newest is not None and self._is_known and self._is_alone
-        number = self._newest.number if self._newest and is_known else await self._chain.newest_number()
+        known = self._newest if self._is_known and self._is_alone else None
+        number = await self._chain.newest_number() if known is None else known.number
         newest, is_believed = await self._read(number)
         if newest is None and self._newest is not None:  # such as a directory that is not mounted any more
             raise StoreUnreachableError(f"{self._newest.name} is gone from {self._store.url}: bring it back")

@@ -128,7 +128,7 @@ def read_config(directory: Path) -> TrainConfig:
     """
     asked = read_asked(directory)
     assert asked.data.prepared is not None, "it was read so"
-    vocab_size = _text_at_start(directory).vocab_size
+    vocab_size = text_at_start(directory).vocab_size
     try:
         return resolve(asked, vocab_size=vocab_size, prepared=asked.data.prepared)
     except UserError as error:
@@ -199,7 +199,7 @@ def check_text(directory: Path, data: DataConfig, *, field: str) -> None:
         raise UserError(
             f"the data of run {directory.name} is no longer in {prepared}: name its directory by {field}", field
         )
-    started, here = _text_at_start(directory), text_facts(data)
+    started, here = text_at_start(directory), text_facts(data)
     if here != started:
         raise UserError(
             f"the run was started on data with digest {started.digest} and {started.num_tokens:,} tokens of "
@@ -209,7 +209,7 @@ def check_text(directory: Path, data: DataConfig, *, field: str) -> None:
         )
 
 
-def _text_at_start(directory: Path) -> TextFacts:
+def text_at_start(directory: Path) -> TextFacts:
     """The text that a run was started on."""
     try:
         return read_json(directory / DATA_FILE, TextFacts, most_bytes=_MOST_BYTES)

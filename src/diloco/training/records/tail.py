@@ -23,7 +23,7 @@ from diloco.training.config.config import TrainConfig
 from diloco.training.config.engine_settings import engine_settings
 from diloco.training.config.resolve import TextFacts, check_model
 from diloco.training.records.metrics import OuterStepMetrics, StepMetrics, metrics_file
-from diloco.training.records.runs import CONFIG_FILE, DATA_FILE, RunLock, lock_of, read_config
+from diloco.training.records.runs import CONFIG_FILE, RunLock, lock_of, read_config, text_at_start
 from diloco.training.records.summary import SUMMARY_FILE, Summary
 
 MOST_BINS = 256
@@ -340,7 +340,7 @@ class RunTail:
             self._schedule, self._stamp = None, None
             if stamp is not None:
                 config = read_config(self.directory)
-                text = read_json(self.directory / DATA_FILE, TextFacts, most_bytes=1 << 20)
+                text = text_at_start(self.directory)
                 self._schedule, self.config, self.text, self._stamp = _schedule_of(config), config, text, stamp
         if self.config is None:
             return
