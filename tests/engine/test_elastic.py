@@ -113,7 +113,7 @@ def test_the_steps_in_flight_alone_are_compensated_whatever_others_outer_steps_m
         flights, before, moved = dict(membership.in_flight), slow.theta(), [p.copy() for p in slow.progress]
         steps = [outer_step.sync.fragment for outer_step in slow.step()]
         for p, flight in flights.items():
-            if steps.count(p) == 1 and membership.in_flight.get(p) is not flight:
+            if steps.count(p) == 1 and membership.counted[p][1] == flight.step:  # not given up as too late
                 progress, base_round = at_send[p]
                 in_flight, tau = slow.progress[p] - progress, slow.engine.num_steps - flight.step
                 outer_p, g = slow.outer()[p], -in_flight / tau
