@@ -23,13 +23,14 @@ ALPHA, STRENGTH = 0.5, 0.7
 
 
 def until(condition: Callable[[], bool], *replicas: Replica, seconds: float = 40.0) -> None:
-    """Let the replicas step until a condition holds."""
-    deadline = time.monotonic() + seconds
+    """Let the replicas step until a condition holds; more and more slowly, so that what is in flight may land."""
+    deadline, pause_seconds = time.monotonic() + seconds, 0.003
     while not condition():
         assert time.monotonic() < deadline, "it takes too long"
         for replica in replicas:
             replica.step()
-        time.sleep(0.003)
+        time.sleep(pause_seconds)
+        pause_seconds *= 1.01
 
 
 def counted(replica: Replica) -> list[int]:

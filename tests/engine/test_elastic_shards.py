@@ -154,15 +154,16 @@ def fixed_members(tmp_path_factory):
 
 
 def until(replica: Replica, condition: Callable[[], bool], group: dist.ProcessGroup | None = None) -> None:
-    """Step until a condition holds in the first process; all processes of the replica stop together."""
-    deadline, is_over = time.monotonic() + 20, torch.zeros(1)
+    """Step, more and more slowly, until a condition holds in the first process; all processes stop together."""
+    deadline, is_over, pause_seconds = time.monotonic() + 20, torch.zeros(1), 0.01
     while not is_over:
         assert time.monotonic() < deadline
         replica.step()
         if dist.get_rank() == 0:
             is_over.fill_(condition())
         dist.broadcast(is_over, 0, group=group)
-        time.sleep(0.01)
+        time.sleep(pause_seconds)
+        pause_seconds *= 1.01
 
 
 def until_counted(replica: Replica) -> None:

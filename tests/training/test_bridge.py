@@ -85,12 +85,13 @@ def vanish(*lives: Replica | Bridge) -> None:
 
 
 def until(condition: Callable[[], bool], *lives: Replica | Bridge) -> None:
-    deadline = time.monotonic() + 40
+    deadline, pause_seconds = time.monotonic() + 40, 0.003
     while not condition():
         assert time.monotonic() < deadline, "it takes too long"
         for life in lives:
             life.step()
-        time.sleep(0.003)
+        time.sleep(pause_seconds)
+        pause_seconds *= 1.01
 
 
 def until_all_move(rounds: Callable[[], Sequence[int]], *lives: Replica | Bridge) -> None:
