@@ -131,23 +131,23 @@ def train(config: TrainConfig, world: World, question: Question) -> Answer:
         rate = learning_rate(config.optimizer, step, num_steps=config.num_steps)
         inner_step(state, batches.batch(step), world, rate)
         state.step = step
-        num_outer_steps += len(state.sync.step())
+        num_outer_steps += len(state.synchronizer.step())
         ends.append(time.perf_counter() - start)
-        after_seconds.append(ends[-1] + start - getattr(state.sync, "last_gradient", ends[-1] + start))
-    num_outer_steps += len(state.sync.finish())
+        after_seconds.append(ends[-1] + start - getattr(state.synchronizer, "last_gradient", ends[-1] + start))
+    num_outer_steps += len(state.synchronizer.finish())
     barrier(world.exchange)
     answer = {
         "ends": ends,
         "after_seconds": statistics.median(after_seconds),
         "num_outer_steps": num_outer_steps,
         "interface_bytes": _bytes_on_interface() - sent,
-        "payload_bytes": state.sync.bytes_sent,
-        "outer_hash": state.sync.outer_hash(),
+        "payload_bytes": state.synchronizer.bytes_sent,
+        "outer_hash": state.synchronizer.outer_hash(),
     }
     if question.get("evaluate"):
         answer["eval_loss"] = evaluate(state, world, open_held_out(config), together=True).loss
-    if isinstance(state.sync, Alone):
-        state.sync.close()
+    if isinstance(state.synchronizer, Alone):
+        state.synchronizer.close()
     return answer
 
 
@@ -168,7 +168,7 @@ def _begin(question: Question, config: TrainConfig, world: World) -> TrainState:
     else:
         sync = DDP(state.model, option)
     # pyrefly: ignore[bad-argument-type]  # these have no snapshots
-    return replace(state, sync=sync, forward=sync.forward, passes=sync.passes)
+    return replace(state, synchronizer=sync, forward=sync.forward, passes=sync.passes)
 
 
 def _bytes_on_interface() -> int:

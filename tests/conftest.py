@@ -139,7 +139,7 @@ def no_replica_outlives_its_module() -> Iterator[None]:
         background.stop()
     if streaming := sys.modules.get("diloco.engine.streaming"):
         for engine in [*streaming._WATCHED]:
-            streaming.see_to_its_end(engine)
+            streaming.silence_end_warning(engine)
 
 
 @pytest.fixture(scope="session")

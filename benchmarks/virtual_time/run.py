@@ -95,7 +95,7 @@ class Replica:
         rate = learning_rate(config.optimizer, tokens / config.tokens_per_step, num_steps=config.num_steps)
         batch = self.batches.batch(state.step + 1)
         inner_step(state, batch, self.world, rate)
-        state.sync.step(tokens=len(batch) * config.sequence_length)
+        state.synchronizer.step(tokens=len(batch) * config.sequence_length)
         state.step += 1
 
 
@@ -160,7 +160,7 @@ class Run:
 
     def outer_hash(self, m: int) -> str:
         """The hash of a replica's Θ."""
-        return self.replicas[m].state.sync.outer_hash()
+        return self.replicas[m].state.synchronizer.outer_hash()
 
     def _step(self, m: int) -> None:
         self.replicas[m].step(self.config)

@@ -165,7 +165,7 @@ def json_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"facts={facts!r} must hold finite numbers and strings: {error}", "facts") from None
 
 
-def spelled(kind: type[_T], spec: str, *, words: str = "NAME") -> _T:
+def from_spelling(kind: type[_T], spec: str, *, words: str = "NAME") -> _T:
     """An instance of a dataclass from a spelling with options, such as `e3m0:block=64`, which are its fields.
 
     Args:
@@ -178,7 +178,7 @@ def spelled(kind: type[_T], spec: str, *, words: str = "NAME") -> _T:
         UserError: for an option that the class does not have, naming those that it has, and for a wrong value.
 
     >>> from dataclasses import make_dataclass
-    >>> spelled(make_dataclass("Blocks", [("block", int)]), "e3m0:block=64")
+    >>> from_spelling(make_dataclass("Blocks", [("block", int)]), "e3m0:block=64")
     Blocks(block=64)
     """
     name, _, options = spec.partition(":")

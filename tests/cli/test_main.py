@@ -14,7 +14,7 @@ from tests.cli.commands import loaded
 
 import diloco
 from diloco import __main__, cli
-from diloco.cli._command import fields_of, flag, flags, spelled
+from diloco.cli._command import fields_of, flag, flag_words, flags_in_errors
 from diloco.cli._streams import explained, hinted
 from diloco.cli.main import main, verbs
 from diloco.errors import DilocoError, ReplicaFailedError, UserError
@@ -184,14 +184,17 @@ def test_a_setting_that_two_flags_may_mean_stays_as_it_is():
     ],
 )
 def test_an_error_keeps_its_class_and_names_flags(error):
-    with pytest.raises(type(error), match=r"^--diloco.sync-every=0 with run=1$") as raised, spelled(command):
+    with (
+        pytest.raises(type(error), match=r"^--diloco.sync-every=0 with run=1$") as raised,
+        flags_in_errors(command),
+    ):
         raise error
     assert raised.value is error and error.fields == ("diloco.sync_every", "run")
 
 
 def test_flags_give_settings_their_values():
     settings = {"data.train": ("a.txt", "b c.txt"), "diloco.freeze": True, "compile": False, "num_tokens": 7}
-    assert [word for words in flags(settings).values() for word in words] == [
+    assert [word for words in flag_words(settings).values() for word in words] == [
         *("--data.train", "a.txt", "b c.txt"),
         *("--diloco.freeze", "--no-compile", "--num-tokens", "7"),
     ]

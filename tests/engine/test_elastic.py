@@ -472,10 +472,10 @@ def test_a_replica_with_a_long_overlap_looks_seldom_for_payloads_that_do_not_com
 
 def test_the_pace_is_that_of_the_last_steps_whatever_came_before(tmp_path) -> None:
     ours = Replica(str(tmp_path))
-    seat, applied = ours.exchange._seated, [(0, 0)] * P
+    seat, taken_rounds = ours.exchange._seated, [(0, 0)] * P
     time.sleep(0.3)  # before the first step, as compiling does
     for step in (*range(1, 4), *range(1000, 1010)):  # a checkpoint was loaded between
-        seat.step(step, applied, room=0)
+        seat.step(step, taken_rounds, room=0)
         time.sleep(0.01)
     assert 0.01 <= seat._step_seconds < 0.1
     ours.vanish()

@@ -45,7 +45,9 @@ class Script:
     def offer(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor | None) -> None:
         self.payloads += payloads
 
-    def step(self, num_steps: int, applied: Sequence[tuple[int, int]], *, room: int, **others: object) -> News:
+    def step(
+        self, num_steps: int, taken_rounds: Sequence[tuple[int, int]], *, room: int, **others: object
+    ) -> News:
         taken, self.decisions = self.decisions, []
         return News(decisions=taken, rounds=[0])
 
@@ -89,7 +91,7 @@ def decision(
 def step(member: ElasticMembership) -> None:
     member.replica.num_steps += 1
     member.replica.tokens += 8
-    member.merge(wait=False)
+    member.take_decided(wait=False)
 
 
 @pytest.mark.parametrize("counted_in", [2, 3])

@@ -5,12 +5,12 @@ import torch
 from tests.fake_device import FakeDevice
 from tests.processes import run_replicas
 
-from diloco.engine.fixed import QueueLane, here
+from diloco.engine.fixed import SenderThread, here
 from diloco.engine.replica import DeviceLane, StreamLane, device_lane
 from diloco.exchange.notices import in_thread
 
 
-@pytest.mark.parametrize("start", [in_thread, QueueLane().start], ids=["thread", "queue"])
+@pytest.mark.parametrize("start", [in_thread, SenderThread().start], ids=["thread", "queue"])
 def test_work_goes_on_while_its_starter_does_something_else(start):
     go_on = threading.Event()
     handle = start(lambda: go_on.wait(10))
@@ -20,7 +20,7 @@ def test_work_goes_on_while_its_starter_does_something_else(start):
 
 
 def test_a_queue_does_one_piece_of_work_after_the_other():
-    lane, go_on, done = QueueLane(), threading.Event(), []
+    lane, go_on, done = SenderThread(), threading.Event(), []
     first = lane.start(lambda: (go_on.wait(10), done.append(1)))
     second = lane.start(lambda: done.append(2))
     go_on.set()
@@ -35,7 +35,7 @@ def test_work_that_is_done_here_is_done_or_raises_at_once():
         here(lambda: 1 / 0)
 
 
-@pytest.mark.parametrize("start", [in_thread, QueueLane().start], ids=["thread", "queue"])
+@pytest.mark.parametrize("start", [in_thread, SenderThread().start], ids=["thread", "queue"])
 def test_what_the_work_raises_is_raised_where_it_is_waited_for(start):
     for error in (OSError("the link is gone"), SystemExit("the link is gone")):
 

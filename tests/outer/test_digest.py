@@ -5,7 +5,7 @@ import pytest
 import torch
 from tests.outer import reference
 
-from diloco.outer.digest import outer_digest, outer_digest_there
+from diloco.outer.digest import outer_digest, outer_digest_on_device
 from diloco.wire.kernels import native
 
 f32 = np.float32
@@ -13,7 +13,7 @@ LENGTHS = (0, 1, 255, 256, 257, 65279, 65280, 65281, 100_003)
 
 
 def there(theta: np.ndarray) -> int:
-    return int(outer_digest_there(torch.from_numpy(theta)).sum()) % (1 << 64)
+    return int(outer_digest_on_device(torch.from_numpy(theta)).sum()) % (1 << 64)
 
 
 def here(theta: np.ndarray) -> int:

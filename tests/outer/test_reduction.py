@@ -99,9 +99,12 @@ def test_a_damaged_payload_is_refused_with_its_sender(spec):
 def test_outer_gradients_against_other_outer_parameters_are_refused_with_their_senders(spec, bases):
     reduction, cohort = reduction_of(spec, codec("e3m0")), Cohort.equal(4)
     sent = {
-        m: reduction.encode(torch.ones(8), Key(0, 2, 7, m), cohort, base=base)
+        m: reduction.encode(torch.ones(8), Key(0, 2, 7, m), cohort)
         for m, base in enumerate((*bases, bases[1], bases[0]))
     }
+    for payloads, base in zip(sent.values(), (*bases, bases[1], bases[0]), strict=True):
+        for payload in payloads:
+            reduction.wire.seal(payload, 8 // len(payloads), base=base)
     for m, names in ((0, "replica 1 and replica 2"), (1, "replica 0 and replica 3")):
         received = {sender: reduction.addressed(payloads, cohort)[m] for sender, payloads in sent.items()}
         step, to = (reduction.relay, 8) if reduction.num_phases == 2 else (reduction.average, torch.empty(8))

@@ -58,7 +58,9 @@ class CutStep:
 
     def _send(self, replica: int, delta_N: Tensor) -> Header:
         key = self.form.key(1, 0, replica)
-        shares = encode_shares(self.form.codec, delta_N, R, key, base=17)
+        shares = encode_shares(self.form.codec, delta_N, R, key)
+        for share in shares:
+            self.form.codec.seal(share, self.form.share_size(1), base=17)
         self.sent.append(shares)
         decoded = (
             self.form.codec.decode(payload, self.form.share_size(1), key._replace(part=r))

@@ -96,7 +96,7 @@ def test_a_replica_far_behind_counts_no_outer_step_that_it_has_not_taken(tmp_pat
     """Snapshots stand for some of these steps, and the state leaves them out."""
     fast, slow = (Replica(str(tmp_path), name=name, patience=0, snapshot_rounds=1) for name in ("fast", "slow"))
     until(lambda: min(min(counted(fast)), min(counted(slow))) >= 0, fast, slow)
-    rounds = [taken for taken, _ in slow.exchange._seated.log_thread.bases]
+    rounds = [taken for taken, _ in slow.exchange._seated.log_thread.taken_rounds]
 
     def are_left_out() -> bool:
         logs = zip(slow.exchange.state.fragments, rounds, strict=True)

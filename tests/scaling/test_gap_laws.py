@@ -11,7 +11,7 @@ from diloco.errors import UserError
 from diloco.scaling.gap_laws import diloco_gap, larger_batch_from, streaming_gap
 from diloco.scaling.table import PUBLISHED_PARAMS
 
-PUBLISHED = Path(__file__).parents[2] / "src" / "diloco" / "published"
+PUBLISHED = Path(__file__).parents[2] / "src" / "diloco" / "paper_tables"
 SIZES = [PUBLISHED_PARAMS[name] for name in ("35M", "90M", "180M", "335M", "550M", "1.3B", "4B")]
 
 

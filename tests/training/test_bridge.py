@@ -37,7 +37,7 @@ from diloco.training.config.config import CheckpointConfig, DilocoConfig, Elasti
 from diloco.training.config.resolve import TOKENIZER_DIGEST
 from diloco.training.loop import train
 from diloco.training.records.store_runs import initial_parameters
-from diloco.training.world import meeting
+from diloco.training.world import rendezvous_of
 
 PLAIN = "nesterov:lr=1,momentum=0"
 PACE = {"poll_seconds": 0.03, "timeout_seconds": 20.0, "snapshot_rounds": 1000}
@@ -344,7 +344,7 @@ def test_a_region_with_another_tokenizer_is_refused(tmp_path, small_corpus, monk
                 num_tokens=STEPS * 8 * 32,
                 elastic=ElasticConfig(bridge=region),
             )
-            rendezvous = stack.enter_context(meeting(config))
+            rendezvous = stack.enter_context(rendezvous_of(config))
             rendezvous._facts |= {TOKENIZER_DIGEST: 64 * "a"} if region == "us" else {}
             ElasticMembership(replica_of(config.diloco, config), rendezvous)
             bridge = asked(str(tmp_path / region), str(tmp_path / "outer"))

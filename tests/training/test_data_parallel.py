@@ -30,7 +30,7 @@ def advance(state: TrainState, config: TrainConfig, world: World, last: int) -> 
     losses = []
     for step in range(state.step + 1, last + 1):
         losses.append(inner_step(state, share_of(config, world, step), world, 1e-3))
-        assert state.sync.step() == ()
+        assert state.synchronizer.step() == ()
         state.step = step
     return losses
 
@@ -49,19 +49,19 @@ def train_and_resume(num_replicas: int, num_shards: int, optimizer: str, folder:
     resumed = initial_state(config, world)
     resumed.load(checkpoints, SAVED)
     same_losses = advance(resumed, config, world, LAST) == losses[SAVED:]
-    parameters = {name: gathered(value) for name, value in state.sync.outer_parameters().items()}
-    outer_hash = state.sync.outer_hash()
+    parameters = {name: gathered(value) for name, value in state.synchronizer.outer_parameters().items()}
+    outer_hash = state.synchronizer.outer_hash()
     assert outer_hash == parameters_hash(parameters)
     same = (
         same_losses
-        and resumed.sync.outer_hash() == outer_hash
-        and resumed.sync.bytes_sent == state.sync.bytes_sent
+        and resumed.synchronizer.outer_hash() == outer_hash
+        and resumed.synchronizer.bytes_sent == state.synchronizer.bytes_sent
     )
     return (
         losses,
         {name: value.numpy() for name, value in parameters.items()},
         outer_hash,
-        state.sync.logs(computed=False),
+        state.synchronizer.logs(computed=False),
         same,
     )
 

@@ -62,12 +62,12 @@ def undisturbed_and_resumed(folder: Path) -> list[tuple[list[dict], str]]:
     """The metrics and the outer hash of a run, and of its resumes."""
     config, world, state = fresh()
     checkpoints = Checkpoints(folder, world.replica, world.host_group, keep=len(SAVED))
-    runs = [(advance(config, world, state, checkpoints), state.sync.outer_hash())]
+    runs = [(advance(config, world, state, checkpoints), state.synchronizer.outer_hash())]
     checkpoints.wait()
     for step in SAVED:
         config, world, state = fresh()
         state.load(checkpoints, step)
-        runs.append((advance(config, world, state), state.sync.outer_hash()))
+        runs.append((advance(config, world, state), state.synchronizer.outer_hash()))
     return runs
 
 

@@ -59,14 +59,14 @@ def advance(state: TrainState, config: TrainConfig, world: World, last: int) -> 
     losses = []
     for step in range(state.step + 1, last + 1):
         losses.append(inner_step(state, share_of(config, world, step), world, 1e-3)[0])
-        state.sync.step()
+        state.synchronizer.step()
         state.step = step
     return losses
 
 
 def contents(state: TrainState) -> tuple[str, list]:
     """A hash of every tensor of the replica, whole, and what is in flight."""
-    sync = state.sync.state_dict()
+    sync = state.synchronizer.state_dict()
     tensors = {
         f"{kind} {name}": value
         for kind in ("outer", "velocity", "error", "sent")
@@ -88,8 +88,8 @@ def save(S: int, wire: str, combine: str, folder: Path, *others: Any) -> tuple:
     saved = contents(state)
     losses = advance(state, config, world, LAST)
     checkpoints.wait()
-    state.sync.finish()
-    return saved, losses, state.sync.outer_hash()
+    state.synchronizer.finish()
+    return saved, losses, state.synchronizer.outer_hash()
 
 
 def resume(S: int, wire: str, combine: str, folder: Path, *others: Any) -> tuple:
@@ -98,8 +98,8 @@ def resume(S: int, wire: str, combine: str, folder: Path, *others: Any) -> tuple
     state.load(checkpoints, SAVED)
     saved = contents(state)
     losses = advance(state, config, world, LAST)
-    state.sync.finish()
-    return saved, losses, state.sync.outer_hash()
+    state.synchronizer.finish()
+    return saved, losses, state.synchronizer.outer_hash()
 
 
 def copy(S: int, wire: str, combine: str, folder: Path, *others: Any) -> tuple:
@@ -111,8 +111,8 @@ def copy(S: int, wire: str, combine: str, folder: Path, *others: Any) -> tuple:
         state.save(copies)
     saved = contents(state)
     losses = advance(state, config, world, LAST)
-    state.sync.finish()
-    return saved, losses, state.sync.outer_hash()
+    state.synchronizer.finish()
+    return saved, losses, state.synchronizer.outer_hash()
 
 
 def run_all(calls: list[tuple]) -> list[tuple]:
@@ -193,7 +193,7 @@ def train_alone(S: int, also_compiled: bool, tensor_parallel: int = 1) -> tuple[
     config = replace(config, model=model, diloco=replace(config.diloco, overlap_steps=2))
     world, state, _ = begin(config, Path())
     losses = advance(state, config, world, LAST)
-    state.sync.finish()
+    state.synchronizer.finish()
     if also_compiled:
         warnings.simplefilter("ignore")  # of the compiler's own modules
         # Traced and differentiated, which is what sharding may break; C++ of it would take half a minute.
@@ -201,7 +201,7 @@ def train_alone(S: int, also_compiled: bool, tensor_parallel: int = 1) -> tuple[
         with patch("torch.compile", partial(torch.compile, backend="aot_eager")):
             world, compiled, _ = begin(replace(config, compile=True), Path())
         assert advance(compiled, config, world, 3) == pytest.approx(losses[:3], abs=1e-3)
-    return losses, state.sync.outer_hash()
+    return losses, state.synchronizer.outer_hash()
 
 
 @pytest.mark.slow
@@ -226,11 +226,11 @@ def train_the_next_fragment_alone() -> list[tuple[set[int], set[int]]]:
         inner_step(state, tokens, world, 1e-3)
         changed = {
             index
-            for index, fragment in enumerate(state.sync.settings.fragments)
+            for index, fragment in enumerate(state.synchronizer.settings.fragments)
             if any(not torch.equal(before[n], state.model.get_parameter(n)) for n in fragment.parameters)
         }
-        trained.append((changed, set(state.sync.settings.schedule.next_sent(step))))
-        state.sync.step()
+        trained.append((changed, set(state.synchronizer.settings.schedule.next_sent(step))))
+        state.synchronizer.step()
         state.step = step
     return trained
 

@@ -143,8 +143,8 @@ def in_precision(precision: str) -> tuple[str, list[float], list[set[torch.dtype
         losses.append(end_step(begun, state, world, since=0.0).loss)
     assert not world.autocast
     moments = [values[name] for values in state.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    tensors = state.model.parameters(), moments, state.sync.outer_parameters().values()
-    return state.sync.outer_hash(), losses, [{tensor.dtype for tensor in some} for some in tensors]
+    tensors = state.model.parameters(), moments, state.synchronizer.outer_parameters().values()
+    return state.synchronizer.outer_hash(), losses, [{tensor.dtype for tensor in some} for some in tensors]
 
 
 def in_both_precisions() -> list[tuple]:

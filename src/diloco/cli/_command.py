@@ -35,7 +35,7 @@ def call(command: Callable[..., None], arguments: Sequence[str], *, prog: str) -
     def bound(*values: Any, **named: Any) -> Callable[[], None]:
         return partial(command, *values, **named)
 
-    with spelled(command):
+    with flags_in_errors(command):
         parsed(bound, arguments, prog=prog)()
 
 
@@ -277,7 +277,7 @@ def _refusal(error: BaseException) -> UserError | None:
 
 
 @contextmanager
-def spelled(command: Callable[..., Any]) -> Iterator[None]:
+def flags_in_errors(command: Callable[..., Any]) -> Iterator[None]:
     """Write the settings in an error's message as the flags of a command."""
     try:
         yield
@@ -420,10 +420,10 @@ def flag(field: str, fields: Collection[str]) -> str:
     return field if name is None else "--" + name.replace("_", "-")
 
 
-def flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
+def flag_words(settings: Mapping[str, Any]) -> dict[str, list[str]]:
     """The words of a command line that give settings their values, by dotted name.
 
-    >>> flags({"diloco.sync_every": 30, "compile": False})
+    >>> flag_words({"diloco.sync_every": 30, "compile": False})
     {'diloco.sync_every': ['--diloco.sync-every', '30'], 'compile': ['--no-compile']}
     """
     words = {}
@@ -444,7 +444,7 @@ def changes(config: "TrainConfig") -> dict[str, list[str]]:
     default = differences(recipe(config.recipe), config)
     changed = {name: default[name] for name in ("method", "num_replicas") if name in default}
     changed |= differences(recipe_of(config), config)
-    return flags({name: value for name, (_, value) in changed.items()})
+    return flag_words({name: value for name, (_, value) in changed.items()})
 
 
 def train_command(directory: Path) -> str:

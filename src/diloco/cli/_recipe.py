@@ -9,7 +9,15 @@ from typing import Any, TypeVar
 
 import tyro
 
-from diloco.cli._command import TEXT_SUFFIXES, asks_for_help, field_of, fields_of, flags, parsed, unknown_choice
+from diloco.cli._command import (
+    TEXT_SUFFIXES,
+    asks_for_help,
+    field_of,
+    fields_of,
+    flag_words,
+    parsed,
+    unknown_choice,
+)
 from diloco.cli._foreign import our_names
 from diloco.errors import UserError, nearest
 from diloco.models.decoder_config import DecoderConfig
@@ -93,7 +101,7 @@ def _unknown_recipe(arguments: Sequence[str], prog: str) -> UserError:
         text = f"{prog} laptop --data.train {word}"
     elif "=" in word:
         name, _, value = word.lstrip("+").partition("=")
-        ((words),) = flags({next(our_names(name), name): value}).values()
+        ((words),) = flag_words({next(our_names(name), name): value}).values()
         text = f"{prog} laptop {shlex.join(words)}"
     if text:
         return UserError(f"{prog} begins with a recipe, not {word!r}: type {text}")

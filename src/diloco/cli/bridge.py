@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from diloco.cli._command import asks_for_help, parsed, spelled
+from diloco.cli._command import asks_for_help, flags_in_errors, parsed
 from diloco.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ def run(arguments: list[str]) -> None:
     """Be the bridge that a command line names."""
     from diloco.training.bridge import BridgeConfig, asked, run_bridge
 
-    with spelled(BridgeConfig):
+    with flags_in_errors(BridgeConfig):
         default = None if asks_for_help(arguments) else asked(*_stores(arguments))
         config = parsed(BridgeConfig, arguments, prog="diloco bridge", default=default)
         run_bridge(config, on_step=_print)

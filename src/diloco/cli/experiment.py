@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from diloco.cli._command import call, changes, flags
+from diloco.cli._command import call, changes, flag_words
 from diloco.cli._grid import grid_progress, machines_of
 from diloco.cli._streams import hinted
 from diloco.data.config import DataConfig
@@ -238,7 +238,7 @@ def _text_lines(data: DataConfig, directory: Path) -> Iterator[str]:
 
 def _preparation(data: DataConfig, directory: Path) -> str:
     data = replace(data, cache=DataConfig.cache)
-    words = flags({name: value for name, (_, value) in differences(DataConfig(), data).items()})
+    words = flag_words({name: value for name, (_, value) in differences(DataConfig(), data).items()})
     flat = [word for each in words.values() for word in each]
     return shlex.join(["diloco", "data", "prepare", "--output", str(directory), *flat])
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from diloco.cli._command import call, changes, flags, spelled
+from diloco.cli._command import call, changes, flag_words, flags_in_errors
 from diloco.errors import UserError
 from diloco.fleets.planner import FleetPlan, FleetTask, answer
 from diloco.fleets.planner import explain as binding
@@ -269,7 +269,7 @@ def _plan_measured(arguments: list[str]) -> None:
         json: bool = False
         """Print JSON."""
 
-    with spelled(Command):
+    with flags_in_errors(Command):
         command = parsed_recipe(Command, arguments, prog="diloco plan --measure")
         with prepared():
             _measure(
@@ -369,4 +369,4 @@ def _flags(plan: LinkPlan) -> str:
 
 def _words(settings: Mapping[str, Any]) -> str:
     """The flags that give settings their values."""
-    return shlex.join(word for words in flags(settings).values() for word in words)
+    return shlex.join(word for words in flag_words(settings).values() for word in words)

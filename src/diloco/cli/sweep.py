@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from diloco.cli._command import spelled
+from diloco.cli._command import flags_in_errors
 from diloco.cli._grid import grid_progress, machines_of
 from diloco.cli._recipe import parsed_recipe
 from diloco.cli._streams import hinted
@@ -56,7 +56,7 @@ class Command:
 
 def run(arguments: list[str]) -> None:
     """Run, or plan, the sweep of a command line."""
-    with spelled(Command), hinted("call it again to go on"):
+    with flags_in_errors(Command), hinted("call it again to go on"):
         command = parsed_recipe(Command, arguments, prog="diloco sweep")
         sweep = _sweep_of(command)
         if command.plan:

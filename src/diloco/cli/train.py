@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from diloco.cli._command import asks_for_help, field_of, flags, spelled
+from diloco.cli._command import asks_for_help, field_of, flag_words, flags_in_errors
 from diloco.cli._recipe import changed, followed, law_lines, named_recipe
 from diloco.cli._streams import hinted, safe_streams
 from diloco.errors import UserError
@@ -51,8 +51,8 @@ def run(arguments: list[str]) -> None:
     """Train a run of a recipe, or resume one."""
     from diloco.training.processes import prepared
 
-    # A library that starts threads reads a run's settings; else torch is imported before, once for all processes.
-    with spelled(Command), prepared() if _reads_a_run(*_words(arguments)) else nullcontext():
+    # Before any thread: the library that reads a run's settings from its store starts some.
+    with flags_in_errors(Command), prepared() if _reads_a_run(*_words(arguments)) else nullcontext():
         command, budget = _parsed(arguments)
         _start(command, budget)
 
@@ -235,7 +235,7 @@ def resume_command(
         environment: the variables in which torchrun describes this machine and the others.
     """
     resume = ["diloco", "train", *filter(None, [config.recipe]), "--resume", str(config.directory)]
-    resume += [word for of_one in flags(changes).values() for word in of_one]
+    resume += [word for of_one in flag_words(changes).values() for word in of_one]
     if "TORCHELASTIC_RUN_ID" not in environment:
         return shlex.join(resume)
     values = {flag: environment.get(variable, "") for flag, variable in _TORCHRUN_FLAGS.items()}

@@ -43,7 +43,7 @@ from diloco.schedule import Sync, least_steps
 from diloco.wire.kernels.memory import empty
 
 
-def remade(
+def vector_makers(
     form: Form, decision: Decision, content: Content, device: torch.device
 ) -> tuple[Callable[[], Tensor], Callable[[], Iterator[Tensor]]]:
     """Two functions for logs: the first recomputes Δ_p, the second each member's outer gradient."""
@@ -94,7 +94,7 @@ class ElasticMembership(Membership):
         self.in_flight: dict[int, Offer] = {}
         """This replica's offers without a decision, by fragment."""
         self._errors: dict[int, tuple[Tensor, int] | None] = {}
-        """By fragment the error of error feedback that the offer leaves if it is counted, and its digest."""
+        """For each fragment in flight the error to keep if the offer is counted, and its digest."""
         self._given_up: dict[int, str] = {}
         """By fragment the reason why its last offer was not counted."""
         self.rounds = [0] * num_fragments
@@ -192,7 +192,7 @@ class ElasticMembership(Membership):
         """Keep the loss for the log; a tensor is read when something is sent."""
         self._losses.append(loss.clone() if isinstance(loss, Tensor) else loss)
 
-    def is_due(self) -> bool:
+    def look(self) -> bool:
         """True if something is sent, decided, waited for, or to be looked at."""
         self._listen()
         return bool(
@@ -207,10 +207,10 @@ class ElasticMembership(Membership):
 
     def _listen(self, *, wait_for: int | None = None) -> None:
         """Report this replica's progress, and take new decisions; `wait_for` is as in `Seat.step`."""
-        applied = [(last_round, self.base(p)) for p, last_round in enumerate(self.rounds)]
+        taken_rounds = [(last_round, self.base(p)) for p, last_round in enumerate(self.rounds)]
         news = self.joined.seat.step(
             self.replica.num_steps,
-            applied,
+            taken_rounds,
             room=MOST_DECISIONS_PER_FRAGMENT * len(self._waiting) - sum(map(len, self._waiting)),
             wait_for=wait_for,
             is_last=self._is_draining,
@@ -229,7 +229,7 @@ class ElasticMembership(Membership):
         for p in self._due():
             self.send(p)
             self._next_send[p] = step + self._sync_every
-        return self.merge(wait=self._waits)
+        return self.take_decided(wait=self._waits)
 
     def _check_place(self) -> None:
         """Refuse to begin among replicas that wait for each other and are at another place of the schedule."""
@@ -259,7 +259,7 @@ class ElasticMembership(Membership):
         """Encode a fragment's outer gradient and offer it."""
         replica, step, base = self.replica, self.replica.num_steps, self.base(p)
         key, sync = self.form.key(p, self.rounds[p], replica.number), Sync(p, self.rounds[p] + 1, step)
-        with replica.record.encoding():
+        with replica.record.timing_encode():
             self._check_digests(p)
             replica.check_parameters((p,))
             # A payload per share: each share is addressed to one of so many.
@@ -295,17 +295,17 @@ class ElasticMembership(Membership):
         replica.bytes_sent += sum(payload.numel() for payload in flight.payloads)
         replica.last_sent[p] = step
 
-    def merge(self, *, wait: bool) -> tuple[OuterStep, ...]:
+    def take_decided(self, *, wait: bool) -> tuple[OuterStep, ...]:
         """Take the outer steps that were decided.
 
         Args:
             wait: wait for the decisions of all own payloads whose overlap has passed, bounded in time, and take
                 whatever else was decided when this began.
         """
-        return tuple(self._merged(wait=wait))
+        return tuple(self._decided(wait=wait))
 
-    def _merged(self, *, wait: bool) -> Iterator[OuterStep]:
-        """The outer steps of `merge`, one by one, so that an error loses none of the earlier ones."""
+    def _decided(self, *, wait: bool) -> Iterator[OuterStep]:
+        """The outer steps of `take_decided`, one by one, so that an error loses none of the earlier ones."""
         end = time.perf_counter() + _MOST_SECONDS
         self._listen()
         # Decisions that come meanwhile wait: a replica slower than they come would never end.
@@ -346,15 +346,15 @@ class ElasticMembership(Membership):
             if decision.round <= self.rounds[p]:  # a snapshot was newer
                 self._give_up_before(p, decision.oldest_base)
                 continue
-            mixing = self.replica.settings.mixing if self._counts_own(decision) else Translation()
-            yield self._take(decision, mixing)
+            merge_rule = self.replica.settings.mixing if self._counts_own(decision) else Translation()
+            yield self._take(decision, merge_rule)
 
     def _counts_own(self, decision: Decision) -> bool:
         """True if a decision counts the own offer that is in flight."""
         offer = self.in_flight.get(decision.fragment)
         return offer is not None and decision.own_seq >= offer.seq
 
-    def _take(self, decision: Decision, mixing: MergeRule) -> OuterStep:
+    def _take(self, decision: Decision, merge_rule: MergeRule) -> OuterStep:
         """Take one outer step; a decision is refused whole, before anything changes."""
         replica, p = self.replica, decision.fragment
         entry = f"step {replica.num_steps}: entry {decision.number} of the log"
@@ -372,27 +372,27 @@ class ElasticMembership(Membership):
             self.joined.seat.snapshot(p, self.rounds[p], vectors)
         content = decision.content
         if isinstance(content, StoredSnapshot):
-            return self._jump(decision, content, mixing)
+            return self._jump(decision, content, merge_rule)
         counts_own = self._counts_own(decision)
         if counts_own:
             self._refuse_equal(decision, content)
-        with replica.record.merging():
+        with replica.record.timing_merge():
             average = decided_average(self.form, decision, content, replica.scratch(p))
         sync = Sync(p, decision.round, self.in_flight[p].step if counts_own else replica.num_steps)
         of_rule = sync._replace(round=decision.round_of_rule)
-        with self._moving_sent(p, mixing):
-            replica.take(of_rule, average, decision.cohort, mixing, is_shift=decision.is_shift)
+        with self._moving_sent(p, merge_rule):
+            replica.take(of_rule, average, decision.cohort, merge_rule, is_shift=decision.is_shift)
         if counts_own:
             if self.in_flight[p].base_round < self._averaged[p]:
                 # It was late: it sends its next payload together with the others, not before them.
                 self._next_send[p] = replica.num_steps + self._sync_every
             self._count(p)
-        self._applied(p, decision.round, decision.oldest_base)
+        self._note_taken(p, decision.round, decision.oldest_base)
         self._averaged[p] = self._averaged[p] if decision.is_shift else decision.round
         replica.bytes_received += content.bytes_received
         replica.bytes_sent += content.bytes_sent
-        makers = remade(self.form, decision, content, replica.parameters.device)
-        return replica.described(sync, *makers, replica.samples.get(p), cohort=decision.cohort)
+        makers = vector_makers(self.form, decision, content, replica.parameters.device)
+        return replica.outer_step(sync, *makers, replica.samples.get(p), cohort=decision.cohort)
 
     def _refuse_equal(self, decision: Decision, content: Content) -> None:
         """Refuse to go on if another replica's newest outer gradients of all fragments were equal to the own ones.
@@ -415,7 +415,7 @@ class ElasticMembership(Membership):
                     "rendezvous.start, and let nothing average gradients across replicas"
                 )
 
-    def _jump(self, decision: Decision, stored: StoredSnapshot, mixing: MergeRule) -> OuterStep:
+    def _jump(self, decision: Decision, stored: StoredSnapshot, merge_rule: MergeRule) -> OuterStep:
         """Take a snapshot in the place of outer steps whose payloads were deleted, and merge Θ once."""
         replica, p, sent = self.replica, decision.fragment, self.replica.num_steps
         if self._counts_own(decision):
@@ -423,19 +423,19 @@ class ElasticMembership(Membership):
             self._count(p)
         past = replace(replica.past(p, sent), outer_N=replica.state.use(OUTER, p).clone())
         replica.forget_averages()
-        with self._moving_sent(p, mixing):
+        with self._moving_sent(p, merge_rule):
             self._read(p, stored, decision.oldest_base)
         with replica.parameters.merging(p, replica.num_steps) as theta:
-            merge_in_place(theta, replica.state.use(OUTER, p), mixing, past)
+            merge_in_place(theta, replica.state.use(OUTER, p), merge_rule, past)
         size, device = self.form.sizes[p], replica.parameters.device
         zeros = partial(torch.zeros, size, dtype=torch.float32, device=device)
-        return replica.described(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()))
+        return replica.outer_step(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()))
 
     @contextmanager
-    def _moving_sent(self, p: int, mixing: MergeRule) -> Iterator[None]:
+    def _moving_sent(self, p: int, merge_rule: MergeRule) -> Iterator[None]:
         """Move the kept θ that was sent, too, if a merge rule translates θ as Θ moves here."""
         replica = self.replica
-        if not (replica.settings.mixing.needs_sent and isinstance(mixing, Translation)):
+        if not (replica.settings.mixing.needs_sent and isinstance(merge_rule, Translation)):
             yield
             return
         before_N = replica.state.use(OUTER, p).clone()
@@ -455,7 +455,7 @@ class ElasticMembership(Membership):
             self.replica.state.use(kind, p).copy_(vectors[kind])
             self.replica.state.keep(kind, p)
         self._averaged[p] = stored.round
-        self._applied(p, stored.round, oldest_base)
+        self._note_taken(p, stored.round, oldest_base)
 
     def _count(self, p: int) -> None:
         """Note that the own offer in flight was counted."""
@@ -465,7 +465,7 @@ class ElasticMembership(Membership):
             self.replica.keep_error(p, error[0])
             self._digests[p][ERROR] = error[1]  # as it was sent
 
-    def _applied(self, p: int, round: int, oldest_base: int) -> None:
+    def _note_taken(self, p: int, round: int, oldest_base: int) -> None:
         self.rounds[p] = round
         self._take_digests(p, self._kinds)
         self._give_up_before(p, oldest_base)
@@ -495,15 +495,8 @@ class ElasticMembership(Membership):
                         self._take(decision, Mixing(0.0))
                     num_taken += 1
         for p in range(self.replica.state.num_fragments):
-            self._take_outer_parameters(p)
+            self.replica.enter_outer(p)
         self._listen()
-
-    def _take_outer_parameters(self, p: int) -> None:
-        """θ_p ← Θ_p."""
-        outer_N = self.replica.state.use(OUTER, p)
-        with self.replica.parameters.merging(p, self.replica.num_steps) as theta:
-            for own, part_n in zip(theta, outer_N.split([own.numel() for own in theta]), strict=True):
-                own.copy_(part_n.view(own.shape))
 
     def finish(self, *, flush: bool, close: bool) -> tuple[OuterStep, ...]:
         """Wait for the decisions of own payloads, bounded in time, and take them and what else was decided.
@@ -511,7 +504,7 @@ class ElasticMembership(Membership):
         Once the run's token budget is spent, or with `close`, take everything up to the entry that closes the run.
         """
         self._translate()
-        self.replica.parameters.watch.take(self.replica.num_steps)()
+        self.replica.parameters.watch.check_of_merges(self.replica.num_steps)()
         merged: list[OuterStep] = []
         try:
             for outer_step in self._last(flush=flush, close=close):
@@ -529,7 +522,7 @@ class ElasticMembership(Membership):
     def _last(self, *, flush: bool, close: bool) -> Iterator[OuterStep]:
         """The outer steps after the last inner step, one by one; see `finish`.
 
-        With a number as quorum it sends first what is not told: another replica that ends now, with another
+        With a number as quorum it first sends what was not sent yet: another replica that ends now, with another
         fragment in flight, counts nothing without a payload of that fragment. If the run ends, it says so before
         it waits: several that wait for payloads which none of them makes any more would wait in vain.
         """
@@ -537,7 +530,7 @@ class ElasticMembership(Membership):
         if has_number:
             self._flush()
             if close or self._is_finished:
-                self.joined.seat.close(is_told=False)
+                self.joined.seat.close(are_offers_counted=False)
         yield from self._drained()
         if flush:
             self._flush()
@@ -585,7 +578,7 @@ class ElasticMembership(Membership):
         """The outer steps of what is in flight, one by one."""
         self._is_draining = True
         try:
-            yield from self._merged(wait=True)
+            yield from self._decided(wait=True)
         finally:
             self._is_draining = False
             self._listen()
@@ -667,7 +660,7 @@ class ElasticMembership(Membership):
         replica = self.replica
         for p, then_N in self._translation.items():
             if then_N is None:
-                self._take_outer_parameters(p)
+                self.replica.enter_outer(p)
                 self.counted[p] = replica.tokens, replica.num_steps
                 continue
             move_N = replica.state.use(OUTER, p) - then_N.to(replica.parameters.device)

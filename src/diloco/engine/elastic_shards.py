@@ -80,8 +80,8 @@ class Inside:
         """The process of this replica that has failed, and its reason."""
         self._timeout_seconds = timeout_seconds
         self._sent: list[_Posted] = []
-        self._has_told = False
-        self._told_by: int | None = None
+        self._has_reported = False
+        self._failed_process: int | None = None
 
     @property
     def is_first(self) -> bool:
@@ -92,8 +92,8 @@ class Inside:
         """Call the other processes; only the first may."""
         assert self.is_first, "the others follow"
         posted = [(k, self._post(Message(call, fragment, value), k)) for k in range(1, self.size)]
-        for follower, works in posted:
-            self._wait(works, follower, self._timeout_seconds)
+        for other, works in posted:
+            self._wait(works, other, self._timeout_seconds)
 
     def follow(self, *expected: Call) -> Message:
         """The next call of the first process.
@@ -159,13 +159,13 @@ class Inside:
 
     def fail(self, reason: str) -> None:
         """Tell the others that this process can't go on; waits until they know, 3 s at the most."""
-        if self._has_told or self._told_by == 0:
+        if self._has_reported or self._failed_process == 0:
             return
-        self._has_told = True
+        self._has_reported = True
         self.failure = self.failure or f"process {self.index} of this replica failed: {reason}"
         posted: list[tuple[int, list[_Posted]]] = []
         for other in range(1, self.size) if self.is_first else range(1):
-            if other != self._told_by:
+            if other != self._failed_process:
                 with suppress(ExchangeError):  # it may be gone, too
                     posted.append((other, self._post(Message(Call.FAILED, value=self.failure), other)))
         deadline = time.monotonic() + _SECONDS_TO_BE_READ
@@ -198,7 +198,7 @@ class Inside:
             value = msgspec.json.decode(text.numpy().data)
         message = Message(Call(call), fragment, value)
         if message.call is Call.FAILED:
-            self.failure, self._told_by = message.value, source
+            self.failure, self._failed_process = message.value, source
             raise ExchangeError(message.value)
         sent, self._sent = self._sent, []
         self._wait(sent, source, self._timeout_seconds)
@@ -280,7 +280,7 @@ class GatheredParameters(FragmentParameters):
     def flat(self, fragment: int) -> Tensor:
         """A copy of θ_p, FP32 (N)."""
         self.inside.together(Call.THETA, fragment)
-        return self.give(fragment)
+        return self.send_theta(fragment)
 
     def outer_gradient(self, fragment: int, outer_N: Tensor, to_N: Tensor) -> Tensor:
         """Write Δ_{m,p} = Θ_p − θ_{m,p} to `to_N`, and return it."""
@@ -292,14 +292,14 @@ class GatheredParameters(FragmentParameters):
         theta_N = self.flat(fragment)
         yield self._parts(fragment, theta_N) if self.inside.is_first else []
         self.inside.together(Call.MERGE, fragment)
-        self.take(fragment, step, theta_N)
+        self.receive_theta(fragment, step, theta_N)
 
-    def give(self, fragment: int) -> Tensor:
+    def send_theta(self, fragment: int) -> Tensor:
         """Gather θ_p, FP32 (N): what every process does in `flat`."""
         self.check_copies((fragment,))
         return self._gathered(fragment, self.theta(fragment))
 
-    def take(self, fragment: int, step: int, theta_N: Tensor | None = None) -> None:
+    def receive_theta(self, fragment: int, step: int, theta_N: Tensor | None = None) -> None:
         """Take this process's shards of θ_p after a merge, which the first process has whole."""
         with super().merging(fragment, step) as theta:
             for own, part in zip(theta, self._scattered(fragment, theta_N), strict=True):
@@ -403,9 +403,9 @@ class LeadingMembership(ElasticMembership):
         with super().fail_together(), self._inside.fail_together():
             yield
 
-    def is_due(self) -> bool:
+    def look(self) -> bool:
         """True if something is sent, decided, waited for, or to be looked at."""
-        is_due = super().is_due()
+        is_due = super().look()
         self._inside.lead(Call.STEP if is_due else Call.IDLE)
         return is_due
 
@@ -476,7 +476,7 @@ class FollowingMembership(Membership):
         """A context whose errors the first process hears of."""
         return self._inside.fail_together()
 
-    def is_due(self) -> bool:
+    def look(self) -> bool:
         """True if the first process says so, or a merge is to be looked at."""
         self._call = self._inside.follow(Call.STEP, Call.IDLE).call
         return self._call is Call.STEP or bool(self._parameters.watch.merges)
@@ -527,11 +527,11 @@ class FollowingMembership(Membership):
     def _serve(self, message: Message) -> None:
         """Do this process's part of a call."""
         if message.call is Call.THETA:
-            self._parameters.watch.take(self.replica.num_steps)()
+            self._parameters.watch.check_of_merges(self.replica.num_steps)()
             self.replica.check_parameters((message.fragment,))
-            self._parameters.give(message.fragment)
+            self._parameters.send_theta(message.fragment)
         else:
-            self._parameters.take(message.fragment, self.replica.num_steps)
+            self._parameters.receive_theta(message.fragment, self.replica.num_steps)
 
     def _outer_step(self, taken: "_Taken") -> OuterStep:
         """An outer step whose vectors, which are whole in the first process, are empty here."""
@@ -541,7 +541,7 @@ class FollowingMembership(Membership):
             return (nothing() for _ in range(taken.num_deltas))
 
         sync = Sync(taken.fragment, taken.round, taken.step)
-        return self.replica.described(sync, nothing, deltas)
+        return self.replica.outer_step(sync, nothing, deltas)
 
 
 class _Taken(msgspec.Struct):

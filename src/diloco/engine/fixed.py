@@ -34,7 +34,7 @@ from diloco.wire import codec
 from diloco.wire.payload import Key, checksum
 
 _SENDERS: "WeakValueDictionary[int, FixedMembership]" = WeakValueDictionary()
-"""By the identity of a way to the other replicas, which it keeps alive, the one that has sent over it last."""
+"""The membership that sent last over each transport, or its process group, by id()."""
 _SAME_PARAMETERS = (
     "set the same seed before the model is made, make its parts in the same order, and build the engine before a "
     "checkpoint is loaded, or on its outer parameters, which all replicas share: state['outer']"
@@ -146,16 +146,16 @@ class FixedMembership(Membership):
         self.replica, self.transport = replica, transport
         self.cohort = Cohort.equal(transport.num_replicas)
         """The replicas of the outer steps that begin now."""
-        self.sends: Start = QueueLane().start if replica.lane.is_apart else here
-        """The way to wait for a GPU before something is sent."""
+        self.start_send: Starter = SenderThread().start if replica.lane.is_apart else run_now
+        """Runs a send now, or, where it must wait for a GPU, in a thread."""
         self.in_flight: list[Flight] = []
         """In the order in which they were sent."""
         self.weighed = [(0, 0.0)] * replica.state.num_fragments
         """For each fragment the tokens read up to its last send, and the amount that set its weight."""
         self.drained_step = 0
         """The last step at which `finish` merged everything that was sent."""
-        self._way = getattr(transport, "group", transport)
-        """Several exchanges over one process group are one way."""
+        self._channel = getattr(transport, "group", transport)
+        """The process group, or the transport that has none: two engines over one would mix their payloads."""
         self._schedule, self._due = replica.settings.schedule, Due((), ())
         self._shard = replica.parameters.group.index
         self._fragment_bytes = self._bytes_by_fragment()
@@ -192,7 +192,7 @@ class FixedMembership(Membership):
         """A context whose errors the other replicas hear of."""
         return fail_together(self.transport)
 
-    def is_due(self) -> bool:
+    def look(self) -> bool:
         """True if something is sent, merged, in flight, or to be looked at."""
         self._due = due = self._schedule.due(self.replica.num_steps, self.transport.replica)
         return bool(due.send or due.merge or self.in_flight or self.replica.parameters.watch.merges)
@@ -229,7 +229,7 @@ class FixedMembership(Membership):
             replica.parameters.check_copies(sync.fragment for sync in syncs if sync.round == 1)
             replica.check_parameters(sync.fragment for sync in syncs)
             amounts = [self._amount(sync) for sync in syncs]
-            with replica.record.encoding():
+            with replica.record.timing_encode():
                 flights = [self._encode(sync) for sync in syncs]
             for flight in flights:
                 replica.lane.queue(partial(replica.on_send, flight.sync, flight.own, flight.cohort))
@@ -284,8 +284,8 @@ class FixedMembership(Membership):
             flight.seal()
             return exchange(self.transport, flight, self._refuse_equal if flight.sync.round == 1 else None)
 
-        _SENDERS[id(self._way)] = self
-        flight.sent, flight.started = self.sends(send), time.perf_counter()
+        _SENDERS[id(self._channel)] = self
+        flight.sent, flight.started = self.start_send(send), time.perf_counter()
         self.in_flight.append(flight)
 
     def _check_alone(self) -> None:
@@ -296,7 +296,7 @@ class FixedMembership(Membership):
         Raises:
             UserError: saying how to separate them.
         """
-        sender = _SENDERS.get(id(self._way))
+        sender = _SENDERS.get(id(self._channel))
         if sender is None or sender is self or all(flight.is_received for flight in self.in_flight):
             return
         if self.transport.num_replicas > 1:
@@ -370,7 +370,9 @@ class FixedMembership(Membership):
         for flight, average, (payloads, blocked_seconds) in zip(due, averages, received, strict=True):
             self.replica.bytes_received += self._fragment_bytes[flight.sync.fragment]
             self.replica.take(flight.sync, average, flight.cohort, self.replica.settings.mixing)
-            steps.append(self.replica.taken(flight, payloads, average, blocked_seconds=blocked_seconds))
+            steps.append(
+                self.replica.outer_step_of_flight(flight, payloads, average, blocked_seconds=blocked_seconds)
+            )
         return tuple(steps)
 
     def _receive(self, flight: Flight) -> tuple[dict[int, Tensor], float]:
@@ -393,7 +395,7 @@ class FixedMembership(Membership):
             to_N = scratch_N if first else torch.empty_like(scratch_N)
             return flight.reduction.average(payloads, to_N, flight.key, flight.cohort)
 
-        with self._naming(flight.sync), replica.record.merging():
+        with self._naming(flight.sync), replica.record.timing_merge():
             return replica.lane.queue(work, after_training=False)
 
     @contextmanager
@@ -429,7 +431,7 @@ class FixedMembership(Membership):
             agree(self.transport, facts, remedies={num_steps: SAME_NUMBER_OF_STEPS})
             first_step = step - self._schedule.overlap(self.transport.replica) + 1
             with self.replica.fail_together():
-                self.replica.parameters.watch.take(step)()
+                self.replica.parameters.watch.check_of_merges(step)()
             merged = self.merge([f.sync for f in self.in_flight if f.sync.step >= first_step], forget=step)
             for p in fragments:
                 # The number of its next round: rounds in flight together have different ones.
@@ -539,14 +541,14 @@ class FixedMembership(Membership):
 
 
 T = TypeVar("T")
-Start: TypeAlias = Callable[[Callable[[], Any]], "Future[Any]"]
+Starter: TypeAlias = Callable[[Callable[[], Any]], "Future[Any]"]
 """Starts work of the host, and returns the future of its result."""
 
 
-def here(work: Callable[[], T]) -> "Future[T]":
+def run_now(work: Callable[[], T]) -> "Future[T]":
     """Do the work in the training thread, and raise there.
 
-    >>> here(lambda: 1 + 1).result()
+    >>> run_now(lambda: 1 + 1).result()
     2
     """
     result: Future[T] = Future()
@@ -554,10 +556,10 @@ def here(work: Callable[[], T]) -> "Future[T]":
     return result
 
 
-class QueueLane:
+class SenderThread:
     """One daemon thread, which does the pieces of work in the order in which they were started.
 
-    >>> QueueLane().start(lambda: 1 + 1).result()
+    >>> SenderThread().start(lambda: 1 + 1).result()
     2
     """
 
@@ -568,7 +570,7 @@ class QueueLane:
     def start(self, work: Callable[[], T]) -> "Future[T]":
         """Queue the work for the thread."""
         if self._thread is None:
-            self._thread = Thread(target=_fulfil_all, args=(self._queue,), name="diloco lane", daemon=True)
+            self._thread = Thread(target=_fulfil_all, args=(self._queue,), name="diloco sender", daemon=True)
             self._thread.start()
         result: Future[T] = Future()
         self._queue.put((result, work))

@@ -172,7 +172,7 @@ class Attachment:
 
 
 _ATTACHMENTS: "weakref.WeakValueDictionary[int, Attachment]" = weakref.WeakValueDictionary()
-"""By the identity of an optimizer, which its attachment keeps alive, the one attached last."""
+"""The newest attachment of each optimizer, by its id()."""
 
 
 def _unwrapped(optimizer: object) -> tuple[Optimizer, list[Any]]:
@@ -264,7 +264,7 @@ class ModelLoads:
 
     def __init__(self, model: nn.Module, replica: Replica) -> None:
         self.pending: Literal["loaded", "excused"] | None = None
-        """The reason to call `check`; while loads are excused, those until the next inner step are right."""
+        """None: nothing to check. loaded: check before the next step. excused: loads until then are accepted."""
         self._replica = replica
         names = (name for fragment in replica.settings.fragments for name in fragment.parameters)
         owners = {name.rpartition(".")[0] for name in names}

@@ -29,7 +29,7 @@ from diloco.exchange.private_torch import dtensor_like, is_cut_again, timeout_se
 from diloco.exchange.process_group import TorchGroup
 from diloco.exchange.transport import Group, OneProcess
 from diloco.fragments import Fragment, block_spans
-from diloco.outer.digest import outer_digest_there, parameters_hash
+from diloco.outer.digest import outer_digest_on_device, parameters_hash
 from diloco.outer.rule import Span
 from diloco.wire.kernels.memory import begin_to_host, empty
 
@@ -445,7 +445,7 @@ class FragmentParameters:
         for fragment in fragments:
             likes = self._by_fragment[fragment]
             for mesh, dim, names in _copied(likes):
-                digests = [outer_digest_there(local(likes[name]).reshape(-1).float()) for name in names]
+                digests = [outer_digest_on_device(local(likes[name]).reshape(-1).float()) for name in names]
                 everyones = _everyones(torch.cat(digests), mesh, dim)
                 differs = torch.stack(everyones).ne(everyones[0]).any(0).tolist()
                 refusals += [
@@ -716,7 +716,7 @@ class MergeWatch:
             self._verdicts.append((fragment, merge.step, verdict))
             del self.merges[fragment]
 
-    def take(self, step: int) -> Callable[[], None]:
+    def check_of_merges(self, step: int) -> Callable[[], None]:
         """A function that refuses to go on after an inner step if a merge that was judged so far was undone.
 
         It waits for what a GPU has to do until then, and may be called by any thread.
@@ -738,6 +738,12 @@ class MergeWatch:
                     )
 
         return check
+
+
+def fill(theta: Sequence[Tensor], vector_N: Tensor) -> None:
+    """Write a flat vector (N) into tensors, one after the other."""
+    for own, part_n in zip(theta, vector_N.split([own.numel() for own in theta]), strict=True):
+        own.copy_(part_n.view(own.shape))
 
 
 def sample(shards: Sequence[Tensor]) -> Tensor:

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from diloco.engine.outer_state import ERROR, OUTER, SENT_THETA, OuterState
-from diloco.engine.parameters import FragmentParameters
+from diloco.engine.parameters import FragmentParameters, fill
 from diloco.engine.settings import COUNTERS, Settings
 from diloco.errors import NonFiniteError, UserError
 from diloco.exchange.process_group import Answers
 from diloco.outer.averages import Average, Reduction
 from diloco.outer.cohort import Cohort
-from diloco.outer.digest import outer_digest_there
-from diloco.outer.merge import MergeRule, Mixing, Past
+from diloco.outer.digest import outer_digest_on_device
+from diloco.outer.merge import MergeRule, Past
 from diloco.outer.rule import FragmentState
-from diloco.outer.step import SHIFT, OuterStep, Samples, merge_in_place, sampled, take_outer_step
+from diloco.outer.step import SHIFT, OuterStep, Samples, sampled, take_outer_step
 from diloco.schedule import Sync
 from diloco.wire.formats import HEADER_BYTES
 from diloco.wire.kernels.memory import begin_to_host, empty, has_streams, mark, pinned_copy
@@ -165,7 +165,7 @@ class Flight:
             self.payloads, self.seal_work, self.unsealed = self.seal_work(), None, None
 
 
-def together(payloads: Sequence[Tensor], to_host: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+def copied_in_one(payloads: Sequence[Tensor], to_host: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
     """Take payloads to the host in one copy."""
     if len(payloads) == 1:
         return (to_host(payloads[0]),)
@@ -187,14 +187,14 @@ class Record:
     _sample: tuple[Tensor, Tensor, Key] | None = None
 
     @contextmanager
-    def encoding(self) -> Iterator[None]:
+    def timing_encode(self) -> Iterator[None]:
         """Time the work in this context as encoding."""
         start = time.perf_counter()
         yield
         self.encode_seconds += time.perf_counter() - start
 
     @contextmanager
-    def merging(self) -> Iterator[None]:
+    def timing_merge(self) -> Iterator[None]:
         """Time the work in this context as merging."""
         start = time.perf_counter()
         yield
@@ -257,7 +257,7 @@ class Replica:
     """Payload bytes of all shards from the other replicas that were merged."""
     blocked_seconds: float = 0.0
     """Time in which training has waited for payloads."""
-    last_sent: list[int] = field(default_factory=list)
+    last_sent: list[int] = field(init=False)
     """For each fragment the step after which it was sent last; 0 if never."""
     record: Record = field(default_factory=Record)
     """Measurements of the syncs, for logs."""
@@ -323,7 +323,7 @@ class Replica:
         outer_N = self.state.use(OUTER, p)
         delta_N = self.parameters.outer_gradient(p, outer_N, self.scratch(p))
         self.record.sample(delta_N, outer_N, key)
-        check_merges = self.parameters.watch.take(sync.step)
+        check_merges = self.parameters.watch.check_of_merges(sync.step)
         if base is None and not lane.is_apart:
             base = self.state.digest(p)
 
@@ -337,11 +337,11 @@ class Replica:
             else:
                 arguments = delta_N, self.state.use(ERROR, p), beta, key, cohort
                 payloads, error_N = reduction.encode_with_feedback(*arguments, outer_N=outer_N)
-            digests = [outer_digest_there(self.state.use(OUTER, p))] if base is None else []
+            digests = [outer_digest_on_device(self.state.use(OUTER, p))] if base is None else []
             flags = torch.stack(unsealed.are_finite)
             # Beside the payloads, so that the host waits for the device once.
             notes = lane.to_host(torch.cat([*digests, flags.long()]) if digests else flags)
-            on_host, wait = together(payloads, lane.to_host), lane.mark()
+            on_host, wait = copied_in_one(payloads, lane.to_host), lane.mark()
 
             def seal() -> tuple[Tensor, ...]:
                 """Wait for the payloads, and complete their headers."""
@@ -403,7 +403,7 @@ class Replica:
         """θ_p ← Θ_p, after what was queued on the lane."""
         with self.parameters.merging(p, self.num_steps) as theta:
             outer_N = self.state.use(OUTER, p)
-            self.lane.queue(lambda: merge_in_place(theta, outer_N, Mixing(0.0), Past()))
+            self.lane.queue(partial(fill, theta, outer_N))
             self.lane.join()
 
     def keep_error(self, p: int, error_N: Tensor) -> None:
@@ -412,12 +412,12 @@ class Replica:
         self.state.keep(ERROR, p)
 
     def take(
-        self, sync: Sync, average: Average, cohort: Cohort, mixing: MergeRule, *, is_shift: bool = False
+        self, sync: Sync, average: Average, cohort: Cohort, merge_rule: MergeRule, *, is_shift: bool = False
     ) -> None:
         """Take an outer step of a fragment, or a shift of it, and merge it."""
         p = sync.fragment
         with (
-            self.record.merging(),
+            self.record.timing_merge(),
             self.parameters.merging(p, self.num_steps) as theta,
             self._fragment(p) as (fragment, _),
         ):
@@ -427,7 +427,7 @@ class Replica:
 
             def work() -> None:
                 sample_n.copy_(sampled(average.total_N))  # whose memory the rule may overwrite
-                take_outer_step(rule, mixing, fragment, theta, average, sync, cohort, past)
+                take_outer_step(rule, merge_rule, fragment, theta, average, sync, cohort, past)
 
             self.lane.queue(work)
             self.lane.join()
@@ -443,7 +443,7 @@ class Replica:
         past = Past(num_steps=self.num_steps - sent, sync_every=self.settings.schedule.sync_every)
         return replace(past, theta_N=self.state.use(SENT_THETA, p)) if self.settings.mixing.needs_sent else past
 
-    def taken(
+    def outer_step_of_flight(
         self, flight: Flight, received: dict[int, Tensor], average: Average, *, blocked_seconds: float
     ) -> OuterStep:
         """An outer step that was taken with a flight, which makes averages and outer gradients again when asked.
@@ -462,7 +462,7 @@ class Replica:
             return reduction.average(received, to_N, key, cohort).divided()
 
         deltas = partial(reduction.each, received, size, key, device)
-        step = self.described(
+        step = self.outer_step(
             flight.sync,
             make_average,
             deltas,
@@ -475,7 +475,7 @@ class Replica:
             step, begin_work=lambda work: lane.queue(lambda: begin_to_host(work()), after_training=False)
         )
 
-    def described(
+    def outer_step(
         self,
         sync: Sync,
         make_average: Callable[[], Tensor],
@@ -563,8 +563,8 @@ class Membership(ABC):
         """A context whose errors the other replicas hear of."""
 
     @abstractmethod
-    def is_due(self) -> bool:
-        """True if `advance` has something to do after the inner step that was just counted."""
+    def look(self) -> bool:
+        """Look what an inner step brings, once after each; True if `advance` has something to do."""
 
     @abstractmethod
     def advance(self) -> tuple[OuterStep, ...]:

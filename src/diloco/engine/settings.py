@@ -28,7 +28,7 @@ from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import RULE, OuterRule
 from diloco.outer.rules import merge_rule, outer_rule
 from diloco.outer.torch_optimizer import TorchOptimizer, rule_of_optimizer
-from diloco.rendezvous.contract import Rendezvous, is_rendezvous
+from diloco.rendezvous.contract import Rendezvous
 from diloco.schedule import Schedule
 from diloco.wire import codec
 from diloco.wire.formats import VERSION, VERY_LONG
@@ -434,9 +434,9 @@ def check_exchange(exchange: Transport | None, rendezvous: Rendezvous | None) ->
             "exchange",
             "rendezvous",
         )
-    if rendezvous is not None and not is_rendezvous(rendezvous):
+    if rendezvous is not None and not _offers(rendezvous, Rendezvous):
         raise _wrong("rendezvous", rendezvous, "diloco.StoreRendezvous(url)")
-    if is_rendezvous(exchange):
+    if _offers(exchange, Rendezvous):
         raise UserError(f"exchange=<{type(exchange).__name__}> is a rendezvous: pass rendezvous=", "exchange")
     if exchange is not None and not _offers(exchange, Transport):
         raise _wrong("exchange", exchange, transports)

@@ -47,115 +47,6 @@ from diloco.wire.kernels.memory import begin_to_host
 from diloco.wire.payload import Codec
 
 
-def _membership(
-    settings: Settings,
-    model: nn.Module,
-    masters: Masters | Mapping[str, Tensor] | None,
-    *,
-    exchange: Transport | None,
-    rendezvous: Rendezvous | None,
-    offload: bool,
-) -> Membership:
-    """This replica among the others, or this process's part in it where a sharded one comes and goes.
-
-    Raises:
-        UserError: if the settings contradict each other, the model or the way to the others.
-        DisagreementError: if the others were given different settings or initial parameters.
-    """
-    settings.check(model, None if exchange is None else exchange.num_replicas)
-    if exchange is not None:
-        settings.check_transport(exchange, model)
-        parameters = FragmentParameters(model, settings.fragments, masters)
-        state = outer_state(settings, parameters, offload=offload)
-        lane = device_lane(parameters.device, exchange.device)
-        return FixedMembership(Replica(settings, parameters, state, exchange.replica, lane), exchange)
-    assert rendezvous is not None, "one of the two is given"
-    settings.check_rendezvous()
-    # Imported here, since a fixed group needs nothing of the store, nor of its keys.
-    if any(is_sharded(parameter) for parameter in model.parameters() if parameter.requires_grad):
-        from diloco.engine.elastic_shards import sharded_membership
-
-        return sharded_membership(settings, rendezvous, model, masters)
-    from diloco.engine.elastic import ElasticMembership
-
-    parameters = FragmentParameters(model, settings.fragments, masters)
-    state = outer_state(settings, parameters, offload=offload)
-    return ElasticMembership(Replica(settings, parameters, state), rendezvous)
-
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class Buffers:
-    """The persistent floating-point buffers of a model, such as the running statistics of BatchNorm.
-
-    Caches, which are no part of the model's state, and sparse tensors are left out.
-
-    Args:
-        model: the replica's copy, as it begins.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._names = model.state_dict().keys() & dict(model.named_buffers()).keys()
-        self.begin()
-
-    def begin(self) -> None:
-        """Remember the present buffers, such as after a load, as those with which training begins."""
-        self._digests = self._digests_now()
-
-    def _named(self) -> dict[str, Tensor]:
-        named = {name: buffer for name, buffer in self._model.named_buffers() if name in self._names}
-        return {
-            name: local(buffer)
-            for name, buffer in named.items()
-            if buffer.layout is torch.strided and buffer.dtype in _DTYPES
-            if not (buffer.is_meta or buffer.is_nested)
-        }
-
-    def _digests_now(self) -> dict[str, int]:
-        return {name: outer_digest(_as_fp32(buffer.reshape(-1))) for name, buffer in self._named().items()}
-
-    def changed(self) -> list[str]:
-        """The names of those that have changed since the beginning."""
-        return [name for name, digest in self._digests_now().items() if self._digests.get(name) != digest]
-
-    def warn(self, remedy: str) -> None:
-        """Name those that training has changed; the warning points to the caller of `step`."""
-        if names := self.changed():
-            warnings.warn(
-                f"training changes buffers, which are not exchanged: {listed(names, 3)} stay each "
-                f"replica's own, and the outer parameters are evaluated with them: {remedy}",
-                stacklevel=4,
-            )
-
-    def average(self, transport: Transport) -> None:
-        """Average the buffers that have changed on any replica; all replicas get the same bits.
-
-        Raises:
-            ExchangeError: if a replica sends none.
-            DisagreementError: if the replicas have different buffers.
-        """
-        shapes = {f"the shape of buffer {name}": list(buffer.shape) for name, buffer in self._named().items()}
-        agree(transport, shapes, remedies=dict.fromkeys(shapes, "leave buffers='average' out"))
-        names = {name for changed in share(transport, self.changed(), list[str]) for name in changed}
-        buffers = [buffer for name, buffer in self._named().items() if name in names]
-        if not buffers:
-            return
-        own_B = torch.cat([buffer.reshape(-1).to("cpu", torch.float64) for buffer in buffers])
-        sent = swap(transport, own_B.numpy().tobytes())
-        total_B = torch.zeros_like(own_B)
-        for message in sent:  # in the order of the replicas
-            total_B += torch.frombuffer(bytearray(message), dtype=torch.float64)
-        for buffer, part_B in zip(buffers, (total_B / len(sent)).split([b.numel() for b in buffers]), strict=True):
-            buffer.copy_(part_B.view(buffer.shape))
-
-
-def _as_fp32(values: Tensor) -> Tensor:
-    """The values as FP32, and an FP64 value as two of them, so that different buffers stay different."""
-    return values.contiguous().view(torch.float32) if values.dtype == torch.float64 else values.float()
-
-
 class StreamingDiLoCo:
     """Keeps the replicas of a model together, a fragment at a time, while each trains on its own.
 
@@ -280,8 +171,8 @@ class StreamingDiLoCo:
         """Name outer steps that follow each other too soon; of a machine's processes the first says so."""
         rule, is_first = self.settings.outer, os.environ.get("LOCAL_RANK", "0") == "0"
         if isinstance(rule, Nesterov) and self._replica.number == 0 and is_first:
-            mixing, sync_every = self.settings.mixing, self.settings.schedule.sync_every
-            alpha = mixing.alpha if isinstance(mixing, Mixing) else 0.0
+            merge_rule, sync_every = self.settings.mixing, self.settings.schedule.sync_every
+            alpha = merge_rule.alpha if isinstance(merge_rule, Mixing) else 0.0
             warning = warning_of_frequent(rule.lr, rule.momentum, sync_every, alpha)
             if warning is not None:
                 _LOG.warning(warning)
@@ -299,7 +190,7 @@ class StreamingDiLoCo:
         Args:
             tokens: how many this replica, all of its processes together, has read in the step, added to `tokens`:
                 the weight of what it has learnt, which a rendezvous needs, and `weights` other than equal.
-            loss: the replica's training loss in the step; where replicas come and go the log tells it to people.
+            loss: the replica's training loss in the step; where replicas come and go the store's log shows it.
                 A tensor is read when something is sent, and may lie on a GPU.
 
         Returns:
@@ -328,7 +219,7 @@ class StreamingDiLoCo:
             self._warn_of_buffers()
         self._replica.num_steps += 1
         self._replica.tokens += num_tokens
-        if not self._membership.is_due():
+        if not self._membership.look():
             return ()  # most steps
         with self._fail_together():
             return self._membership.advance()
@@ -385,7 +276,7 @@ class StreamingDiLoCo:
         self._warn_of_unsent()
         if flush:
             self._warn_of_uncounted()
-        self._nothing_is_lost()
+        self._mark_saved()
         return merged
 
     def reset_outer(self) -> None:
@@ -401,7 +292,7 @@ class StreamingDiLoCo:
         self._check_going_on()
         self._membership.reset_outer()
         self._loads.accept()
-        self._nothing_is_lost()
+        self._mark_saved()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of this replica that resumes, what is in flight included; model and optimizer apart.
@@ -415,7 +306,7 @@ class StreamingDiLoCo:
         self._check_own_parameters("state_dict")
         self._check_sound()
         state = {"format": FORMAT, **self._membership.state_dict()}
-        self._nothing_is_lost()
+        self._mark_saved()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -440,7 +331,7 @@ class StreamingDiLoCo:
             self._membership.load(accepted)
         self._loads.accept(until_next_step=not unfrozen)
         self._buffers.begin()
-        self._nothing_is_lost()
+        self._mark_saved()
 
     @property
     def num_steps(self) -> int:
@@ -449,12 +340,8 @@ class StreamingDiLoCo:
 
     @property
     def tokens(self) -> int:
-        """Tokens that this replica has read: the sum of `step(tokens=…)`, or what the loop sets here."""
+        """Tokens that this replica has read: the sum of `step(tokens=…)`."""
         return self._replica.tokens
-
-    @tokens.setter
-    def tokens(self, tokens: int) -> None:
-        self._replica.tokens = int(tokens)
 
     @property
     def bytes_sent(self) -> int:
@@ -534,7 +421,7 @@ class StreamingDiLoCo:
         return parameters_hash(self.outer_parameters(), gathered)
 
     def _warn_of_buffers(self) -> None:
-        """Warn of buffers that differ between replicas; the warning points to the caller of `finish`."""
+        """Warn of buffers that differ between replicas; the warning points to the caller of `step`."""
         if self.settings.buffers == "own" and (self.exchange is None or self.exchange.num_replicas > 1):
             way = "" if self.exchange is None else "pass buffers='average', or "
             self._buffers.warn(f"{way}estimate them anew for Θ (torch.optim.swa_utils.update_bn)")
@@ -559,7 +446,7 @@ class StreamingDiLoCo:
         if uncounted := self._membership.uncounted_fragments():
             warnings.warn(lack_of(uncounted), stacklevel=3)
 
-    def _nothing_is_lost(self) -> None:
+    def _mark_saved(self) -> None:
         """Note that this engine may end after this step: it has finished, or its state was saved or loaded."""
         self._kept_steps, self._num_changes = self.num_steps, self._count_changes()
 
@@ -628,12 +515,121 @@ class StreamingDiLoCo:
             raise ExchangeError(f"step {self.num_steps}: {failure}")
 
 
+def _membership(
+    settings: Settings,
+    model: nn.Module,
+    masters: Masters | Mapping[str, Tensor] | None,
+    *,
+    exchange: Transport | None,
+    rendezvous: Rendezvous | None,
+    offload: bool,
+) -> Membership:
+    """This replica among the others, or this process's part in it where a sharded one comes and goes.
+
+    Raises:
+        UserError: if the settings contradict each other, the model or the way to the others.
+        DisagreementError: if the others were given different settings or initial parameters.
+    """
+    settings.check(model, None if exchange is None else exchange.num_replicas)
+    if exchange is not None:
+        settings.check_transport(exchange, model)
+        parameters = FragmentParameters(model, settings.fragments, masters)
+        state = outer_state(settings, parameters, offload=offload)
+        lane = device_lane(parameters.device, exchange.device)
+        return FixedMembership(Replica(settings, parameters, state, exchange.replica, lane), exchange)
+    assert rendezvous is not None, "one of the two is given"
+    settings.check_rendezvous()
+    # Imported here, since a fixed group needs nothing of the store, nor of its keys.
+    if any(is_sharded(parameter) for parameter in model.parameters() if parameter.requires_grad):
+        from diloco.engine.elastic_shards import sharded_membership
+
+        return sharded_membership(settings, rendezvous, model, masters)
+    from diloco.engine.elastic import ElasticMembership
+
+    parameters = FragmentParameters(model, settings.fragments, masters)
+    state = outer_state(settings, parameters, offload=offload)
+    return ElasticMembership(Replica(settings, parameters, state), rendezvous)
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Buffers:
+    """The persistent floating-point buffers of a model, such as the running statistics of BatchNorm.
+
+    Caches, which are no part of the model's state, and sparse tensors are left out.
+
+    Args:
+        model: the replica's copy, as it begins.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = model.state_dict().keys() & dict(model.named_buffers()).keys()
+        self.begin()
+
+    def begin(self) -> None:
+        """Remember the present buffers, such as after a load, as those with which training begins."""
+        self._digests = self._digests_now()
+
+    def _named(self) -> dict[str, Tensor]:
+        named = {name: buffer for name, buffer in self._model.named_buffers() if name in self._names}
+        return {
+            name: local(buffer)
+            for name, buffer in named.items()
+            if buffer.layout is torch.strided and buffer.dtype in _DTYPES
+            if not (buffer.is_meta or buffer.is_nested)
+        }
+
+    def _digests_now(self) -> dict[str, int]:
+        return {name: outer_digest(_as_fp32(buffer.reshape(-1))) for name, buffer in self._named().items()}
+
+    def changed(self) -> list[str]:
+        """The names of those that have changed since the beginning."""
+        return [name for name, digest in self._digests_now().items() if self._digests.get(name) != digest]
+
+    def warn(self, remedy: str) -> None:
+        """Name those that training has changed; the warning points to the caller of `step`."""
+        if names := self.changed():
+            warnings.warn(
+                f"training changes buffers, which are not exchanged: {listed(names, 3)} stay each "
+                f"replica's own, and the outer parameters are evaluated with them: {remedy}",
+                stacklevel=4,
+            )
+
+    def average(self, transport: Transport) -> None:
+        """Average the buffers that have changed on any replica; all replicas get the same bits.
+
+        Raises:
+            ExchangeError: if a replica sends none.
+            DisagreementError: if the replicas have different buffers.
+        """
+        shapes = {f"the shape of buffer {name}": list(buffer.shape) for name, buffer in self._named().items()}
+        agree(transport, shapes, remedies=dict.fromkeys(shapes, "leave buffers='average' out"))
+        names = {name for changed in share(transport, self.changed(), list[str]) for name in changed}
+        buffers = [buffer for name, buffer in self._named().items() if name in names]
+        if not buffers:
+            return
+        own_B = torch.cat([buffer.reshape(-1).to("cpu", torch.float64) for buffer in buffers])
+        sent = swap(transport, own_B.numpy().tobytes())
+        total_B = torch.zeros_like(own_B)
+        for message in sent:  # in the order of the replicas
+            total_B += torch.frombuffer(bytearray(message), dtype=torch.float64)
+        for buffer, part_B in zip(buffers, (total_B / len(sent)).split([b.numel() for b in buffers]), strict=True):
+            buffer.copy_(part_B.view(buffer.shape))
+
+
+def _as_fp32(values: Tensor) -> Tensor:
+    """The values as FP32, and an FP64 value as two of them, so that different buffers stay different."""
+    return values.contiguous().view(torch.float32) if values.dtype == torch.float64 else values.float()
+
+
 _LOG = logging.getLogger("diloco")
 _WATCHED: "weakref.WeakSet[StreamingDiLoCo]" = weakref.WeakSet()
 
 
 @atexit.register
-def _end_with_the_program() -> None:
+def _warn_at_exit() -> None:
     """Check the engines that the program still holds for lost work, unless an error has ended the program."""
     for engine in [*_WATCHED]:
         if engine._is_watched and getattr(sys, "last_value", None) is None:
@@ -641,16 +637,16 @@ def _end_with_the_program() -> None:
         engine._is_watched = False
 
 
-def _end_without_a_word() -> None:
+def _forget_in_fork() -> None:
     """Leave the engines to the process from which this one was forked."""
     for engine in _WATCHED:
         engine._is_watched = False
 
 
-os.register_at_fork(after_in_child=_end_without_a_word)
+os.register_at_fork(after_in_child=_forget_in_fork)
 
 
-def see_to_its_end(engine: StreamingDiLoCo) -> None:
+def silence_end_warning(engine: StreamingDiLoCo) -> None:
     """Silence the warning at an engine's end: its loop finishes it, and says itself why it ends early."""
     engine._is_watched = False
 

@@ -61,7 +61,7 @@ class Reduction(ABC):
 
     @abstractmethod
     def encode(
-        self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0, outer_N: Tensor | None = None
+        self, delta_N: Tensor, key: Key, cohort: Cohort, *, outer_N: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """The payloads of a replica's outer gradient: one for all, or one for each member.
 
@@ -69,8 +69,7 @@ class Reduction(ABC):
             delta_N: the outer gradient, flat FP32 (N).
             key: whose it is.
             cohort: the members that share the fragment.
-            base: the digest of the outer parameters against which it was taken; 0 where it is not known.
-            outer_N: these outer parameters, flat FP32 (N), for a codec that needs them.
+            outer_N: the outer parameters against which it was taken, flat FP32 (N), for a codec that needs them.
 
         Raises:
             NonFiniteError: if the outer gradient is not finite.
@@ -283,13 +282,13 @@ def cut(vector_N: Tensor, num_shares: int) -> tuple[Tensor, ...]:
 
 
 def encode_shares(
-    wire: Codec, delta_N: Tensor, num_shares: int, key: Key, *, base: int = 0, outer_N: Tensor | None = None
+    wire: Codec, delta_N: Tensor, num_shares: int, key: Key, *, outer_N: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """One payload per share."""
     shares = cut(delta_N, num_shares)
     outer = [None] * num_shares if outer_N is None else cut(outer_N, num_shares)
     return tuple(
-        wire.encode(share_S, key._replace(part=part), base=base, outer_N=outer_S)
+        wire.encode(share_S, key._replace(part=part), outer_N=outer_S)
         for part, (share_S, outer_S) in enumerate(zip(shares, outer, strict=True))
     )
 
@@ -345,10 +344,10 @@ class Gather(Reduction):
         return "gather"
 
     def encode(
-        self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0, outer_N: Tensor | None = None
+        self, delta_N: Tensor, key: Key, cohort: Cohort, *, outer_N: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """One payload."""
-        return (self.wire.encode(delta_N, key, base=base, outer_N=outer_N),)
+        return (self.wire.encode(delta_N, key, outer_N=outer_N),)
 
     def decode(self, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Tensor:
         """The payload's vector."""
@@ -402,10 +401,10 @@ class ReduceScatter(Reduction):
         return f"reduce_scatter:{self.second.spec}"
 
     def encode(
-        self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0, outer_N: Tensor | None = None
+        self, delta_N: Tensor, key: Key, cohort: Cohort, *, outer_N: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """One payload per share."""
-        return encode_shares(self.wire, delta_N, len(cohort.members), key, base=base, outer_N=outer_N)
+        return encode_shares(self.wire, delta_N, len(cohort.members), key, outer_N=outer_N)
 
     def decode(self, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Tensor:
         """The vectors of the shares, joined."""

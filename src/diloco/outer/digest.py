@@ -39,10 +39,10 @@ def outer_digest(outer_N: Tensor) -> int:
     compiled = native() if outer_N.device.type == "cpu" else None
     if compiled is not None and compiled.has("outer_digest"):
         return compiled.outer_digest(outer_N.detach().contiguous(), _BLOCK)
-    return int(outer_digest_there(outer_N).item()) % (1 << 64)
+    return int(outer_digest_on_device(outer_N).item()) % (1 << 64)
 
 
-def outer_digest_there(outer_N: Tensor) -> Tensor:
+def outer_digest_on_device(outer_N: Tensor) -> Tensor:
     """`outer_digest` on the device of Θ: its 64 bits as int64 (1). The host reads nothing."""
     bits_N = outer_N.detach().contiguous().view(torch.int32)
     whole = bits_N.numel() // _BLOCK * _BLOCK

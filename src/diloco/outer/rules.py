@@ -15,7 +15,7 @@ from diloco.outer.rule import OuterRule
 from diloco.outer.ties import Ties
 from diloco.outer.torch_optimizer import TORCH, TorchOptimizer, spelled_optimizer
 from diloco.presets import DilocoSettings
-from diloco.schema import spelled
+from diloco.schema import from_spelling
 
 RULES: dict[str, type[OuterRule]] = {
     "nesterov": Nesterov,
@@ -45,7 +45,7 @@ def outer_rule(spec: str) -> OuterRule:
         names = f"sgd, {', '.join(RULES)}, {TORCH}AdamW or another optimizer of torch.optim"
         raise UserError(f"{spec!r} is not an outer rule, which are {names}{nearest(name, RULES)}")
     with _option_errors():
-        return spelled(RULES[name], spec) if name in RULES else spelled_optimizer(spec)
+        return from_spelling(RULES[name], spec) if name in RULES else spelled_optimizer(spec)
 
 
 def rule_of_facts(name: str, facts: Mapping[str, Any]) -> OuterRule | None:
@@ -89,7 +89,7 @@ def merge_rule(spec: str) -> MergeRule:
         names = ", ".join(("overwrite", *MERGE_RULES))
         raise UserError(f"{spec!r} is not a merge rule, which are {names}{nearest(name, MERGE_RULES)}")
     with _option_errors():
-        rule = spelled(MERGE_RULES[name], spec)
+        rule = from_spelling(MERGE_RULES[name], spec)
     if rule == Mixing(1.0):
         raise UserError(f"{spec!r} keeps all of a replica's own parameters: no merge would change them")
     return rule

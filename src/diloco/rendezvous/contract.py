@@ -7,7 +7,7 @@ Shapes: N elements of one fragment.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -17,9 +17,6 @@ from diloco.outer.cohort import Cohort
 from diloco.rendezvous.log.entries import Claim, LogError, Rules
 from diloco.rendezvous.log.run import OuterRef, RunState
 from diloco.wire.payload import Codec, Key
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +214,7 @@ class Seat(Protocol):
     def step(
         self,
         num_steps: int,
-        applied: Sequence[tuple[int, int]],
+        taken_rounds: Sequence[tuple[int, int]],
         *,
         room: int,
         wait_for: int | None = None,
@@ -227,7 +224,7 @@ class Seat(Protocol):
 
         Args:
             num_steps: inner steps that it has taken.
-            applied: for each fragment the round that it has applied, and the digest of Θ_p after it.
+            taken_rounds: for each fragment the newest round that it has taken, and the digest of Θ_p after it.
             room: decisions that it can hold: with none left, none are taken.
             wait_for: a fragment, or −1 for any: wait until there is a decision of it, or the run is closed,
                 bounded in time.
@@ -247,11 +244,11 @@ class Seat(Protocol):
         """Start to upload Θ_p (`outer`) and the slots after a round; the vectors are copies."""
         ...
 
-    def close(self, *, is_told: bool = True, if_last: bool = False) -> None:
+    def close(self, *, are_offers_counted: bool = True, if_last: bool = False) -> None:
         """Start to end the run, whose token budget is spent: nothing more is offered here.
 
         Args:
-            is_told: own offers were counted; False before that, where others may be needed to count them.
+            are_offers_counted: False before own offers were counted, where others may be needed to count them.
             if_last: leave, and end the run only if all other replicas have left.
         """
         ...
@@ -310,9 +307,3 @@ class Rendezvous(Protocol):
     def abort(self, reason: str) -> None:
         """Stop at once, after an error, whether this replica has joined or not; the others go on."""
         ...
-
-
-def is_rendezvous(exchange: object) -> "TypeIs[Rendezvous]":
-    """True for an object that offers what `Rendezvous` asks for."""
-    names = (name for name in vars(Rendezvous) if not name.startswith("_"))
-    return all(hasattr(type(exchange), name) for name in names)

@@ -1,4 +1,4 @@
-"""The decision of an outer step: when, and with which payloads. None waits without end, but for a quorum K.
+"""The decision of an outer step: when, and with which payloads. Waits are bounded, but with a number as quorum.
 
 With the quorum `majority` a replica writes the outer entry of a fragment
 

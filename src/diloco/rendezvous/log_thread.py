@@ -306,14 +306,14 @@ class LogThread:
     def __init__(self, store: Store, log: Log, own: int, form: Form, signer: Signer, pace: Pace) -> None:
         self.step = 0
         self.overlap_seconds = 0.0
-        """τ inner steps, of the last own offer, at this replica's pace; 0 from where the training thread waits."""
+        """τ in seconds, by the last own offer and this replica's pace; 0 while the training thread waits."""
         self.draining_since: float | None = None
         """Time at which the training thread took the last of its `step` inner steps; None while it takes more."""
-        self.bases: Sequence[tuple[int, int]] = ((-1, 0),) * len(form.sizes)
-        """For each fragment the round that the training thread has applied, and the digest of Θ_p after it."""
+        self.taken_rounds: Sequence[tuple[int, int]] = ((-1, 0),) * len(form.sizes)
+        """For each fragment the newest round that the training thread has taken, and Θ_p's digest after it."""
         self.wanted: Sequence[int] = ()
         """Fragments whose open round has another's payload."""
-        self.is_told = False
+        self.are_offers_counted = False
         """True once the training thread offers nothing more, and its offers were counted."""
         self.failure: str | None = None
         """The reason why this replica can't go on."""
@@ -361,7 +361,7 @@ class LogThread:
         closed = self.state.closed  # read first: from now on nothing is put into the delivery, if there are any
         return closed if closed and self.delivery.is_done else ()
 
-    def taken(self) -> list[Decision]:
+    def new_decisions(self) -> list[Decision]:
         """The decisions since the last call, in the log's order; called by the training thread."""
         taken = [self.decisions.popleft() for _ in range(len(self.decisions))]
         return [replace(decision, own_seq=self.outbox.offer_of(decision.own_seq)) for decision in taken]
@@ -369,7 +369,7 @@ class LogThread:
     def not_taken(self) -> tuple[RunState, list[OuterRef]]:
         """The state, and the outer entries up to it that the training thread has not taken."""
         state = self.state  # read first: the loop goes on
-        return state, state.outers_after([num_taken for num_taken, _ in self.bases], list(self._outers))
+        return state, state.outers_after([num_taken for num_taken, _ in self.taken_rounds], list(self._outers))
 
     def refusal(self, offer: Offer) -> str:
         """The reason why no outer step counts an own offer any more."""
@@ -444,10 +444,12 @@ class LogThread:
             timeout_seconds: the longest time that a decision may take.
         """
         last = time.monotonic() + self._pace.drain_seconds / 2
-        while not (self.is_told or self.has_ended or (time.monotonic() > last and not self.state.finished)):
+        while not (
+            self.are_offers_counted or self.has_ended or (time.monotonic() > last and not self.state.finished)
+        ):
             await asyncio.sleep(self._pace.poll_seconds)
         await self.leave(finished=True)
-        while not self.is_told:
+        while not self.are_offers_counted:
             await asyncio.sleep(self._pace.poll_seconds)
         seconds = timeout_seconds / 2
         if self.state.rules.quorum != "all":
@@ -505,7 +507,7 @@ class LogThread:
         """Act on an entry that is in the log now."""
         if isinstance(entry.body, Outer):
             ref = self.state.fragments[entry.body.fragment].since[-1]
-            while self._outers and (body := self._outers[0].body).round <= self.bases[body.fragment][0]:
+            while self._outers and (body := self._outers[0].body).round <= self.taken_rounds[body.fragment][0]:
                 self._outers.popleft()
             self._outers.append(ref)
             self.delivery.put(entry.author, ref)
@@ -559,12 +561,12 @@ class LogThread:
     def _decision(self) -> Outer | None:
         """The outer entry that this replica may write now."""
         for p, offer in self.outbox.offers.items():
-            applied, base = self.bases[p]
-            if applied != self.state.fragments[p].round:
+            taken, base = self.taken_rounds[p]
+            if taken != self.state.fragments[p].round:
                 continue  # the training thread has not taken the last outer step yet
             here = self.inbox.of_the_run(p, f"{base:016x}")
             if parts := self._decider.parts(self.state, offer, here, self.step, self.draining_since):
-                return Outer(fragment=p, round=applied + 1, before=f"{base:016x}", contributions=parts)
+                return Outer(fragment=p, round=taken + 1, before=f"{base:016x}", contributions=parts)
         return None
 
     def _end(self) -> Close | None:
@@ -573,10 +575,10 @@ class LogThread:
             return None
         if self.state.members[self._own].fenced:
             return None  # the replica that has taken its place can
-        bases = self.bases
-        if [applied for applied, _ in bases] != [log.round for log in self.state.fragments]:
+        taken_rounds = self.taken_rounds
+        if [taken for taken, _ in taken_rounds] != [log.round for log in self.state.fragments]:
             return None  # the training thread has not taken the last outer steps yet
-        return Close(outer=tuple(f"{base:016x}" for _, base in bases))
+        return Close(outer=tuple(f"{base:016x}" for _, base in taken_rounds))
 
     def _may_count_more(self) -> bool:
         """True if replicas are active, or one that has left before its payloads were counted may have more."""

@@ -383,12 +383,12 @@ class Outbox:
         """
         head = PAYLOAD.seal(header, self._access.signer)
         if header.num_shares == 1:
-            return await self._taken(header.name, [head, *bodies])
+            return await self._create(header.name, [head, *bodies])
         shares = zip(map(header.share_name, range(header.num_shares)), bodies, strict=True)
-        taken = await asyncio.gather(*(self._taken(name, [body]) for name, body in shares))
-        return next(filter(None, taken), None) or await self._taken(header.name, [head])
+        taken = await asyncio.gather(*(self._create(name, [body]) for name, body in shares))
+        return next(filter(None, taken), None) or await self._create(header.name, [head])
 
-    async def _taken(self, name: str, buffers: "list[bytes | memoryview]") -> str | None:
+    async def _create(self, name: str, buffers: "list[bytes | memoryview]") -> str | None:
         """Create an object; its name if somebody else has."""
         try:
             other = await self._access.objects.store.create(name, buffers, patience_seconds=FOR_EVER)
@@ -446,7 +446,7 @@ class Averager:
     async def _stored(self, ref: OuterRef, share: int) -> Content | None:
         """The average of a share in the store; None if it is not there."""
         fetched = await self._objects.average(self._access.state, ref, share)
-        return None if fetched is None else self._taken(fetched[1], fetched[1].data.numel())
+        return None if fetched is None else self._content(fetched[1], fetched[1].data.numel())
 
     async def _share(self, ref: OuterRef, share: int, looking: asyncio.Semaphore) -> Content | None:
         """The average of one share, from the store, or made here when its turn comes; None if it was deleted."""
@@ -494,18 +494,18 @@ class Averager:
             _LOG.warning("%s: it is left out", reason)
         average = Payload(made.payload, made.values)
         if all(part.replica != own for part in parts):
-            return self._taken(average, received)
+            return self._content(average, received)
         left_out = [part.replica for part in parts if part.replica not in shares or part.replica in made.unsound]
         header = header_of(state, form, ref, share, made, replica=own, left_out=left_out)
         buffers = [AVERAGE.seal(header, self._access.signer), made.payload.numpy().data]
         name = AVERAGE.name(ref.number, share)
         other = await self._objects.store.create(name, buffers, patience_seconds=FOR_EVER)
         if other is None:
-            return self._taken(average, received, made.payload.numel())
+            return self._content(average, received, made.payload.numel())
         _, stored = await self._objects.opened_average(other, state, ref, share)
-        return self._taken(stored, received + stored.data.numel())
+        return self._content(stored, received + stored.data.numel())
 
-    def _taken(self, average: Payload, received: int, sent: int = 0) -> Content:
+    def _content(self, average: Payload, received: int, sent: int = 0) -> Content:
         """The content of one share, with the bytes that were received and sent for it."""
         self._inbox.memory.keep_values(average)
         return Content(averages=(average,), bytes_received=received, bytes_sent=sent)

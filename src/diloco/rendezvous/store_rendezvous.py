@@ -179,7 +179,7 @@ class StoreRendezvous:
             raise UserError(
                 "this process has not joined the run: build the engine first; of a sharded replica the first "
                 "process alone joins: let it tell the others what they need to know",
-                "exchange",
+                "rendezvous",
             )
         return self._seat
 
@@ -193,7 +193,7 @@ class StoreRendezvous:
             ExchangeError: if too few replicas join in time.
         """
         if self._has_joined:
-            raise UserError("this StoreRendezvous has joined already: build one for each engine", "exchange")
+            raise UserError("this StoreRendezvous has joined already: build one for each engine", "rendezvous")
         self._has_joined = True
         most = self._asked_local_steps or 50 * sync_every
         # An outer gradient may be lost before an outage and after it.
@@ -328,7 +328,7 @@ class _StoreSeat:
         self._has_drained = self._is_closing = False
         self.waits_since: float | None = None
         """Time since which the training thread waits for decisions; None while it does not."""
-        self._told_at: dict[bool, float] = {}
+        self._logged_at: dict[bool, float] = {}
         """Time at which a wait was logged last: of those for the run's end, and of those for a fragment."""
 
     @property
@@ -344,7 +344,7 @@ class _StoreSeat:
     def step(
         self,
         num_steps: int,
-        applied: Sequence[tuple[int, int]],
+        taken_rounds: Sequence[tuple[int, int]],
         *,
         room: int,
         wait_for: int | None = None,
@@ -354,14 +354,14 @@ class _StoreSeat:
         log_thread = self.log_thread
         self._take_time(num_steps)
         self._has_drained = self._has_drained or is_last
-        log_thread.step, log_thread.bases = num_steps, tuple(applied)
+        log_thread.step, log_thread.taken_rounds = num_steps, tuple(taken_rounds)
         log_thread.draining_since = (log_thread.draining_since or time.monotonic()) if is_last else None
         self._check_contact(num_steps)
         decisions, closed = [], log_thread.closed  # read before the decisions, of which none must be left out then
         if wait_for is not None:
             decisions = self._waited_for(wait_for)
         elif room > 0:
-            decisions = log_thread.taken()
+            decisions = log_thread.new_decisions()
         else:
             closed = ()
         state = log_thread.state
@@ -397,7 +397,7 @@ class _StoreSeat:
 
         def is_here() -> bool:
             """Take the decisions that have come, since only a few may wait; true once the awaited one is here."""
-            decisions.extend(log_thread.taken())
+            decisions.extend(log_thread.new_decisions())
             fragments = {decision.fragment for decision in decisions}
             return bool(fragments if fragment == -1 else fragment in fragments)
 
@@ -427,8 +427,8 @@ class _StoreSeat:
         if news.wait_for(is_over, min(SECONDS_OF_SILENCE, self._timeout_seconds)):
             return True
         now, is_of_the_end = time.monotonic(), fragment < 0
-        if now > self._told_at.get(is_of_the_end, -math.inf) + SECONDS_BETWEEN_LINES:
-            self._told_at[is_of_the_end] = now
+        if now > self._logged_at.get(is_of_the_end, -math.inf) + SECONDS_BETWEEN_LINES:
+            self._logged_at[is_of_the_end] = now
             awaited, until = self.log_thread.awaited(fragment)
             most = min(deadline, until if until > now else deadline) - now
             _LOG.warning("waiting for %s, up to %.0f s more …", awaited, most)
@@ -442,9 +442,9 @@ class _StoreSeat:
         """Start to upload Θ_p (`outer`) and the slots after a round."""
         self._background.call(self.log_thread.snapshots.put, fragment, round, vectors)
 
-    def close(self, *, is_told: bool = True, if_last: bool = False) -> None:
+    def close(self, *, are_offers_counted: bool = True, if_last: bool = False) -> None:
         """Start to end the run, unless another replica does, too; see `Seat`."""
-        self.log_thread.is_told = is_told
+        self.log_thread.are_offers_counted = are_offers_counted
         if self._is_closing or self.log_thread.state.closed:
             return
         self._is_closing = True
@@ -475,8 +475,8 @@ class _StoreSeat:
                 self._background.wait(self.log_thread.leave(finished=False), seconds, self._store.url)
             elif self.failure is None:
                 # An error may have ended the wait for the last decisions.
-                most = _SECONDS_TO_WITHDRAW if self.log_thread.is_told else 2 * self._timeout_seconds
-                self.log_thread.is_told = True
+                most = _SECONDS_TO_WITHDRAW if self.log_thread.are_offers_counted else 2 * self._timeout_seconds
+                self.log_thread.are_offers_counted = True
                 self._wait_until_left(most if seconds is None else seconds)
             if self._has_drained and not self.log_thread.closed:
                 self._say_entry()

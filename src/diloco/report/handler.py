@@ -34,9 +34,9 @@ class Handler(BaseHTTPRequestHandler):
     """Answers GET and HEAD of the resources, and POST to the streams; a server's own subclass names them."""
 
     resources: ClassVar[Mapping[str, Resource]]
-    """By path."""
+    """The resources by path."""
     streams: ClassVar[Mapping[str, Stream]]
-    """By path."""
+    """The streams by path."""
     names: ClassVar[set[str]]
     """Values of Host, without ports, that are answered, beside the number that a request came to."""
     token: ClassVar[str]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from diloco.errors import UserError
-from diloco.published import rows
+from diloco.paper_tables import rows
 from diloco.scaling.power_laws import LAWS, Estimate, PowerLawFit
 from diloco.scaling.table import PUBLISHED_PARAMS, published_table
 

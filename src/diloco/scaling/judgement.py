@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from diloco.errors import MissingLibraryError, UserError
-from diloco.published import rows
+from diloco.paper_tables import rows
 from diloco.scaling.laws import Kind, Laws
 from diloco.scaling.parametric import FORMS, PUBLISHED_RESIDUALS, ParametricFit, fit_parametric
 from diloco.scaling.power_laws import JOINT, LAWS, PowerLawFit, log_residual

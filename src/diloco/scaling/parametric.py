@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from diloco.errors import UserError
 from diloco.files import require
-from diloco.published import rows
+from diloco.paper_tables import rows
 
 Array = NDArray[np.float64]
 

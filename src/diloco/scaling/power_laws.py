@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.errors import UserError
-from diloco.published import rows
+from diloco.paper_tables import rows
 
 Array = NDArray[np.float64]
 

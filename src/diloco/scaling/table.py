@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import UserError
-from diloco.published import rows as published_rows
+from diloco.paper_tables import rows as published_rows
 from diloco.schema import read_bytes
 
 MOST_TABLE_BYTES = 64 << 20

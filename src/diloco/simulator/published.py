@@ -10,8 +10,8 @@ prints 0.8; and that its runs have H + 10 steps.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from diloco.paper_tables import rows
 from diloco.presets import Method
-from diloco.published import rows
 from diloco.simulator.description import GBIT_S, MethodSettings, needed_gbit_s
 from diloco.simulator.paper import PaperModel
 

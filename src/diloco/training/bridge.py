@@ -34,7 +34,7 @@ from torch import Tensor
 
 from diloco.engine.elastic import ElasticMembership
 from diloco.engine.outer_state import OUTER
-from diloco.engine.parameters import FragmentParameters
+from diloco.engine.parameters import FragmentParameters, fill
 from diloco.engine.replica import Replica, outer_state
 from diloco.errors import ExchangeError, FileError, UserError
 from diloco.files import make_directory, reading, requiring, write_atomically
@@ -85,7 +85,7 @@ class _Note:
     """Shifts of the fragment in the region."""
 
 
-class Outer(ElasticMembership):
+class OuterRun(ElasticMembership):
     """The bridge in the outer run, where it is a replica.
 
     Args:
@@ -98,7 +98,7 @@ class Outer(ElasticMembership):
 
     def __init__(self, replica: Replica, rendezvous: Rendezvous, before_send: Callable[[int], None]) -> None:
         self.moved: dict[int, Tensor] = {}
-        """By fragment s_p, by which outer steps have moved θ, and no shift yet the region's Θ; flat FP32 (N)."""
+        """For each fragment s_p: the part of θ from outer steps that no shift gave the region; flat FP32 (N)."""
         self._before_send = before_send
         super().__init__(replica, rendezvous)
         self.moved.clear()  # the region has nothing of the Θ that a joiner begins with
@@ -108,9 +108,9 @@ class Outer(ElasticMembership):
         self._before_send(p)
         super().send(p)
 
-    def _take(self, decision: Decision, mixing: MergeRule) -> OuterStep:
+    def _take(self, decision: Decision, merge_rule: MergeRule) -> OuterStep:
         p, before_N = decision.fragment, self.replica.parameters.flat(decision.fragment)
-        outer_step = super()._take(decision, mixing)
+        outer_step = super()._take(decision, merge_rule)
         move_N = self.replica.parameters.flat(p) - before_N
         self.moved[p] = self.moved[p] + move_N if p in self.moved else move_N
         return outer_step
@@ -159,10 +159,10 @@ class Region(ElasticMembership):
         before = num_shifts(self, p)
         self.replica.num_steps += 1  # a shift claims a step and a token, which nobody counts
         self.replica.tokens += 1
-        _set(self.replica, p, self.vector(p) + move_N)
+        fill(self.replica.parameters.theta(p), self.vector(p) + move_N)
         self.send(p)
         self._errors[p] = None  # what the codec loses is in the next outer gradient
-        self.merge(wait=True)
+        self.take_decided(wait=True)
         return num_shifts(self, p) > before
 
     def _give_up_before(self, p: int, oldest_base: int) -> None:
@@ -188,13 +188,6 @@ class ClosedRegion:
 def num_shifts(region: Region | ClosedRegion, p: int) -> int:
     """The shifts of a fragment so far; all are the bridge's."""
     return region.state.fragments[p].num_shifts
-
-
-def _set(replica: Replica, p: int, vector_N: Tensor) -> None:
-    """θ_p ← a vector."""
-    theta = replica.parameters.theta(p)
-    for own, part_n in zip(theta, vector_N.split([own.numel() for own in theta]), strict=True):
-        own.copy_(part_n.view(own.shape))
 
 
 class Bridge:
@@ -231,11 +224,11 @@ class Bridge:
         """Take what both runs have decided, and send what is due; returns the outer run's outer steps."""
         if isinstance(self.region, Region):
             self._check(self.region)
-            self.region.merge(wait=False)
+            self.region.take_decided(wait=False)
         self._check(self.outer)
         self._count()
         self._follow()
-        if not self.outer.is_due():
+        if not self.outer.look():
             return ()
         self.outer.replica.parameters.watch.merges.clear()  # no optimizer is here that could undo one
         outer_steps = self.outer.advance()
@@ -252,7 +245,7 @@ class Bridge:
         deadline = time.monotonic() + self._rendezvous.timeout_seconds
         while not self._has_ended() and time.monotonic() < deadline:
             self._check(self.outer)
-            self.outer.merge(wait=False)
+            self.outer.take_decided(wait=False)
             time.sleep(_PAUSE_SECONDS)
 
     def _has_ended(self) -> bool:
@@ -275,7 +268,7 @@ class Bridge:
             if p in self.outer.in_flight:
                 self._seen[p] = -1
             elif self._seen[p] != last_round or p in self.outer.moved:
-                _set(self.outer.replica, p, self.region.vector(p) + self.outer.moved.get(p, 0))
+                fill(self.outer.replica.parameters.theta(p), self.region.vector(p) + self.outer.moved.get(p, 0))
                 self._seen[p] = last_round
 
     def _shift(self) -> None:

@@ -1,6 +1,6 @@
 """The training loop of one process of a replica.
 
-A step is begun and ended: what the host reads of it, it reads at the end, when a GPU may have the next step to do.
+`begin_step` queues a step; `end_step` reads its metrics, while a GPU may run the next one.
 
 Shapes: B sequences, T tokens, V vocabulary.
 """
@@ -123,7 +123,8 @@ def train(
         if on_start is not None:
             on_start(run.state.step, run.world.rendezvous)
         if run.state.is_over and run.world.rendezvous is not None:
-            run.state.sync.finish(close=True)  # it was saved after its last step, and may have died before the end
+            # It was saved after its last step, and may have died before the end.
+            run.state.synchronizer.finish(close=True)
         run.since = time.perf_counter()
         if checkpoint:
             stop.save_first(run.world, run.state.step)
@@ -189,21 +190,22 @@ def begin_step(
     Raises:
         ExchangeError: if other replicas are gone.
     """
-    sync, step, tokens_before = state.sync, state.step + 1, state.standing.tokens
+    synchronizer, step, tokens_before = state.synchronizer, state.step + 1, state.standing.tokens
     # Where replicas come and go, the others have trained while this one had no process.
     is_known = world.rendezvous is None or state.step > state.resumed_step
-    blocked_before, sent_before, received_before = sync.blocked_seconds, sync.bytes_sent, sync.bytes_received
+    blocked_before = synchronizer.blocked_seconds
+    sent_before, received_before = synchronizer.bytes_sent, synchronizer.bytes_received
     loss_and_norm = begin_inner_step(state, batch, world, rate)
     read_loss_and_norm = begin_to_host(loss_and_norm)
-    outer_steps = [*sync.step(tokens=batch[:, 1:].size * world.num_readers, loss=loss_and_norm[0])]
-    sends = sync.bytes_sent > sent_before
+    outer_steps = [*synchronizer.step(tokens=batch[:, 1:].size * world.num_readers, loss=loss_and_norm[0])]
+    sends = synchronizer.bytes_sent > sent_before
     state.took(step)
     if state.is_over:
-        outer_steps += sync.finish(close=True)
+        outer_steps += synchronizer.finish(close=True)
         state.took(step)  # with what was counted since
     for outer_step in outer_steps:
         outer_step.begin(layer_cosine=log_layer_cosine)
-    blocked = torch.tensor(sync.blocked_seconds - blocked_before, dtype=torch.float64, device="cpu")
+    blocked = torch.tensor(synchronizer.blocked_seconds - blocked_before, dtype=torch.float64, device="cpu")
     if world.num_ranks > 1:
         blocked = world.group.reduce(to_device(blocked, world.device), largest=True)
     return BegunStep(
@@ -213,20 +215,20 @@ def begin_step(
         learning_rate=rate,
         read_loss_and_norm=read_loss_and_norm,
         read_blocked=begin_to_host(blocked),
-        bytes_sent=sync.bytes_sent - sent_before,
-        bytes_received=sync.bytes_received - received_before,
+        bytes_sent=synchronizer.bytes_sent - sent_before,
+        bytes_received=synchronizer.bytes_received - received_before,
         sends=sends,
         outer_steps=outer_steps,
         log_layer_cosine=log_layer_cosine,
-        read_logs=_begin_logs(sync, outer_steps),
+        read_logs=_begin_logs(synchronizer, outer_steps),
     )
 
 
-def _begin_logs(sync: Synchronizer, outer_steps: Sequence[OuterStep]) -> Callable[[], dict[str, float]]:
+def _begin_logs(synchronizer: Synchronizer, outer_steps: Sequence[OuterStep]) -> Callable[[], dict[str, float]]:
     """The logs after an outer step of fragment 0, and else none."""
     if not any(outer_step.sync.fragment == 0 for outer_step in outer_steps):
         return dict
-    return begin_logs(cast(StreamingDiLoCo, sync))  # nothing else takes outer steps
+    return begin_logs(cast(StreamingDiLoCo, synchronizer))  # nothing else takes outer steps
 
 
 def end_step(begun: BegunStep, state: TrainState, world: World, *, since: float) -> StepMetrics:
@@ -534,7 +536,7 @@ def _serve_metrics(config: TrainConfig, state: TrainState, replica: int, stack: 
     from diloco.integrations.prometheus import MetricsServer
 
     index_on_machine = int(os.environ.get("LOCAL_RANK", "0")) // config.processes_per_replica
-    server = MetricsServer(state.sync, config.prometheus_port + index_on_machine, replica=replica)
+    server = MetricsServer(state.synchronizer, config.prometheus_port + index_on_machine, replica=replica)
     stack.callback(server.close)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from diloco.engine.streaming import StreamingDiLoCo, see_to_its_end, uncounted_tokens
+from diloco.engine.streaming import StreamingDiLoCo, silence_end_warning, uncounted_tokens
 from diloco.exchange.process_group import TorchGroup
 from diloco.models.language_model import LanguageModel
 from diloco.outer.step import OuterStep
@@ -183,7 +183,7 @@ class TrainState:
     """The settings of the inner step: of the optimizer, the loss and the clipping."""
     micro_batch: int
     """Sequences a forward pass of this process."""
-    sync: Synchronizer
+    synchronizer: Synchronizer
     """Θ, the outer momentum and what is in flight; or the baseline."""
     progress: Progress
     """The progress of the whole run."""
@@ -218,7 +218,7 @@ class TrainState:
 
     def save(self, checkpoints: Checkpoints, *, drops_old: bool = True) -> None:
         """Copy everything now, and write it in the background; then drop all checkpoints but those to keep."""
-        facts, sync = _parted(self.sync.state_dict())
+        facts, sync = _parted(self.synchronizer.state_dict())
         mean_loss = None if self.mean_loss is None else self.mean_loss.state(self.step)
         facts = _Facts(self.step, self.seconds, self.blocked_seconds, facts, mean_loss)
         checkpoints.save(self.step, asdict(facts), self._tensors(sync), drops_old=drops_old)
@@ -226,11 +226,11 @@ class TrainState:
     def load(self, checkpoints: Checkpoints, step: int) -> None:
         """Take up what was saved, on as many shards as there are now; every replica must load the same step."""
         facts = checkpoints.facts(step, _Facts)
-        tensors = self._tensors(_parted(self.sync.state_dict())[1])
+        tensors = self._tensors(_parted(self.synchronizer.state_dict())[1])
         checkpoints.load(step, tensors)  # the optimizer's in place
         self.seconds, self.blocked_seconds = facts.seconds, facts.blocked_seconds
         self.model.load_state_dict(tensors["model"])
-        self.sync.load_state_dict(facts.sync | tensors["sync"])
+        self.synchronizer.load_state_dict(facts.sync | tensors["sync"])
         if self.mean_loss is not None and facts.mean_loss is not None:
             self.mean_loss.restore(facts.mean_loss)
         self.took(facts.step)
@@ -285,8 +285,10 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     forward: nn.Module = torch.compile(model) if config.compile else model  # pyrefly: ignore[bad-assignment]
     fixed = FixedProgress(config.num_steps, config.tokens_per_step)
     if config.method == "data_parallel":
-        sync = _data_parallel(world, model, forward, batch)
-        return TrainState(model, sync.forward, optimizer, inner, micro_batch, sync, fixed, passes=sync.passes)
+        parallel = _data_parallel(world, model, forward, batch)
+        return TrainState(
+            model, parallel.forward, optimizer, inner, micro_batch, parallel, fixed, passes=parallel.passes
+        )
     settings = engine_settings(config.diloco, model, seed=config.seed)
     exchange = world.exchange if world.rendezvous is None else None
     engine = StreamingDiLoCo(
@@ -296,7 +298,7 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         offload=config.diloco.offload,
         **vars(settings),
     )
-    see_to_its_end(engine)
+    silence_end_warning(engine)
     if world.rendezvous is not None:
         progress = ElasticProgress(engine, world, num_tokens=config.num_tokens, own_tokens=config.replica_tokens)
         return TrainState(model, forward, optimizer, inner, micro_batch, engine, progress)

@@ -34,7 +34,7 @@ _SECONDS_TO_LEAVE = 25.0
 
 
 @contextmanager
-def meeting(config: TrainConfig) -> Iterator["StoreRendezvous"]:
+def rendezvous_of(config: TrainConfig) -> Iterator["StoreRendezvous"]:
     """The rendezvous of a run; the engine joins it, and at the end of the context this replica leaves.
 
     Raises:
@@ -340,7 +340,7 @@ def join(config: TrainConfig) -> Iterator[World]:
     processes = (
         nullcontext(alone(config.precision, device)) if is_alone else _joined(config, device, rank, local_rank)
     )
-    with processes as world, nullcontext() if config.rendezvous is None else meeting(config) as rendezvous:
+    with processes as world, nullcontext() if config.rendezvous is None else rendezvous_of(config) as rendezvous:
         yield replace(world, rendezvous=rendezvous)
 
 

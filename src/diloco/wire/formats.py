@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from diloco.errors import UserError
-from diloco.schema import spelled
+from diloco.schema import from_spelling
 
 HEADER_BYTES = 32
 BASE_BYTES = slice(16, 24)
@@ -354,4 +354,4 @@ def parse(spec: str) -> Format:
     if name not in FORMATS:
         meant = f"did you mean {_OTHER_NAMES[name]}? There are" if name in _OTHER_NAMES else "choose one of"
         raise UserError(f"{spec!r} is not a codec: {meant} {', '.join(FORMATS)}")
-    return spelled(FORMATS[name], spec, words="CODEC")
+    return from_spelling(FORMATS[name], spec, words="CODEC")

@@ -374,7 +374,7 @@ class Unsealed(Codec):
         base: int = 0,
         outer_N: Tensor | None = None,
     ) -> Tensor:
-        """A payload of which only the body is written."""
+        """A payload of which only the body is written; `seal_all` writes `base`."""
         payload, is_finite = self.wire.packed(delta_N, key, outer_N)
         self.sizes.append(delta_N.numel())
         self.are_finite.append(is_finite)

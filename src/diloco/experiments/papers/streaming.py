@@ -35,8 +35,8 @@ from diloco.experiments.papers.experiment import (
 from diloco.experiments.papers.tiers import BASELINE, DILOCO, STREAMING, Tier
 from diloco.experiments.runner.grid import LabelledRun
 from diloco.experiments.runner.rows import CURVE, EMBEDDING_CURVE, TENTHS
+from diloco.paper_tables import rows as published_rows
 from diloco.presets import Method
-from diloco.published import rows as published_rows
 from diloco.scaling.gap_laws import diloco_gap, streaming_gap
 
 

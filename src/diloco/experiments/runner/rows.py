@@ -15,7 +15,7 @@ from typing import Any
 from diloco.errors import FileError, UserError
 from diloco.experiments.runner.job import Job
 from diloco.files import make_directory, write_atomically
-from diloco.published import as_number
+from diloco.paper_tables import as_number
 from diloco.scaling.table import MOST_TABLE_BYTES
 from diloco.schema import converted, read_bytes, read_json
 from diloco.training.records.metrics import OuterStepMetrics

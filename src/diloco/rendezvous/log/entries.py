@@ -28,7 +28,7 @@ Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """SHA-256 in hexadecimal."""
 Checksum = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """`diloco.outer.digest.outer_digest` of Θ_p in hexadecimal."""
-Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+PublicKey = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 """An Ed25519 public key in hexadecimal; empty in a run without keys."""
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 MOST_NORM = 1e33
@@ -39,7 +39,7 @@ MOST_LOSS = 1e6
 Loss = Annotated[float, msgspec.Meta(ge=-MOST_LOSS, le=MOST_LOSS)]
 BRIDGE = rf"^({NAME})?\Z"
 """The name of a bridge, or none."""
-_PublicKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+_RequiredPublicKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 class LogError(FileError):
@@ -89,9 +89,9 @@ class Create:
     rules: Rules
     facts: dict[str, Any]
     """The settings that all replicas share, by name, digest of the initial parameters included."""
-    creator: Key
+    creator: PublicKey
     """The key that signed this entry, and signs changes of the allow-list."""
-    allowed: tuple[_PublicKey, ...] = ()
+    allowed: tuple[_RequiredPublicKey, ...] = ()
     """The keys of replicas that may join; empty in a run without keys."""
 
 
@@ -100,7 +100,7 @@ class Join:
     """A replica takes the next number, from 0, and the lowest free slot of the text."""
 
     name: Name
-    key: Key
+    key: PublicKey
     step_tokens: Positive
     """The most tokens that one of its inner steps reads."""
     most_steps: Positive
@@ -183,8 +183,8 @@ class Close:
 class Keys:
     """A change of the allow-list, by the run's creator."""
 
-    allowed: tuple[_PublicKey, ...] = ()
-    revoked: tuple[_PublicKey, ...] = ()
+    allowed: tuple[_RequiredPublicKey, ...] = ()
+    revoked: tuple[_RequiredPublicKey, ...] = ()
     """Keys whose replicas are shut out at once, with what they have uploaded."""
 
 

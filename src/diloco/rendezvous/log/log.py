@@ -119,7 +119,7 @@ class Log:
                     raise LogError(f"{source_of(number)} is missing, and there are later ones")
                 if data is None:
                     return
-                yield number, self._taken(data)
+                yield number, self._accept(data)
             at_once = max(at_once, min(self.state.number - begin, MOST_AT_ONCE))
 
     async def read_all(self, *, at_once: int = MOST_AT_ONCE) -> RunState:
@@ -158,7 +158,7 @@ class Log:
         await self._check_there(*before)
         with _naming(number):
             other = await self._store.create(ENTRY.name(number), data, patience_seconds=self.patience_seconds)
-        taken = number, self._taken(data if other is None else other)
+        taken = number, self._accept(data if other is None else other)
         if other is None:
             await self._check_there(*before)  # the store may have come back without it while the request waited
         return taken, other is None
@@ -190,7 +190,7 @@ class Log:
             )
         raise LostEntryError(f"{source_of(number)} {trouble}; see what is there, and start this replica again")
 
-    def _taken(self, data: bytes) -> Entry:
+    def _accept(self, data: bytes) -> Entry:
         """Check an entry, and go on to the state after it."""
         source = source_of(self.state.number)
         opened = ENTRY.open(data, source)

@@ -21,13 +21,13 @@ from diloco.rendezvous.log.entries import (
     Digest,
     Entry,
     Join,
-    Key,
     Keys,
     Leave,
     LogError,
     Norm,
     Outer,
     Positive,
+    PublicKey,
     Quorum,
     Rules,
     Snapshot,
@@ -49,7 +49,7 @@ class Member:
     """A replica that has joined."""
 
     name: Name
-    key: Key
+    key: PublicKey
     step_tokens: Positive
     """The most tokens that one of its inner steps reads, as it has declared."""
     most_steps: Positive
@@ -239,8 +239,8 @@ class RunState:
     run: Digest
     """SHA-256 of entry 0, which names the run."""
     rules: Rules
-    creator: Key
-    allowed: tuple[Key, ...]
+    creator: PublicKey
+    allowed: tuple[PublicKey, ...]
     """Keys that may join, revoked ones taken out."""
     kept: tuple[Count, ...] = ()
     """Entries that changed the allow-list: who starts from an index reads them, since the creator alone may."""

@@ -200,7 +200,7 @@ def evaluate(state: TrainState, world: World, held_out: HeldOut, *, together: bo
     mine = [*windows[reader::num_readers]]
     # All processes of a replica must take the same number of passes: a shorter share repeats a window.
     padded = mine + mine[-1:] * (-(-len(windows) // num_readers) - len(mine))
-    with state.sync.outer_parameters_applied():
+    with state.synchronizer.outer_parameters_applied():
         losses = held_out.losses(state.model, padded, world.device)[: len(mine)]
     if together:
         losses = [loss for own in share(world.everyone, losses, list[float])[::each] for loss in own]
@@ -217,11 +217,11 @@ def conclude(
     """
     num_tokens = state.progress.after(state.step).tokens
     if world.replica > 0:
-        outer_hash = parameters_hash(state.sync.outer_parameters(), gathered)
+        outer_hash = parameters_hash(state.synchronizer.outer_parameters(), gathered)
         summary = _summary(state, config, world, loss, num_tokens) | {**means, "outer_hash": outer_hash}
         return Outcome(summary, []) if world.rank == 0 else None
     outer: dict[str, Tensor] = {}
-    for name, parameter in state.sync.outer_parameters().items():
+    for name, parameter in state.synchronizer.outer_parameters().items():
         value = gathered(parameter).contiguous().cpu()
         if world.rank == 0:
             outer[name] = value
@@ -267,7 +267,7 @@ def _summary(
         "tokens_per_second": num_replicas * own_pace if rendezvous is None else 0.0,
         "model_flops_utilization": utilization,
         "peak_memory_bytes": peak_memory_bytes(world.device),
-        "bytes_sent_per_replica": state.sync.bytes_sent,
+        "bytes_sent_per_replica": state.synchronizer.bytes_sent,
         "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_trained, num_replicas) * state.step,
         "device": world.device.type,
         "machine": machine_name(world.device),

@@ -47,7 +47,7 @@ class RunPublisher:
     world: World
     state: TrainState
     _kept: dict[int, dict[int, tuple[dict[str, Tensor], int | None]]] = field(default_factory=dict)
-    """By round and fragment, Θ_p after it, and the first replica that was in this outer step."""
+    """Copies of Θ_p after a round, by round and fragment, each with the first replica of that outer step."""
     _publisher: Publisher | None = None
     _thread: threading.Thread | None = None
     _skipped: list[str] = field(default_factory=list)
@@ -65,24 +65,24 @@ class RunPublisher:
             assert self.config.publish is not None, "the run is published"
             self._publisher = Publisher(self.config.publish, dtype=_DTYPE, timeout_seconds=timeout)
         if self.state.step == 0 and self.world.rendezvous is None:
-            names = list(self.state.sync.outer_parameters())
+            names = list(self.state.synchronizer.outer_parameters())
             self._start(self._copied(names), step=0, facts={"round": 0})
         elif self.world.rendezvous is None and self.world.replica == 0:
             self._resume()
 
     def _resume(self) -> None:
         """Keep Θ_p of the fragments that had taken the round in whose midst a fixed group was saved."""
-        sync, every = self.state.sync, self.config.publish_every
-        if not isinstance(sync, StreamingDiLoCo):
+        synchronizer, every = self.state.synchronizer, self.config.publish_every
+        if not isinstance(synchronizer, StreamingDiLoCo):
             return
-        schedule = sync.settings.schedule
+        schedule = synchronizer.settings.schedule
         until = max(0, self.state.step - schedule.overlap(self.world.replica))
-        taken = [schedule.num_sent(p, until) for p in range(len(sync.settings.fragments))]
+        taken = [schedule.num_sent(p, until) for p in range(len(synchronizer.settings.fragments))]
         newest = max(taken)
         if newest % every == 0 and min(taken) < newest:
             for p in range(len(taken)):
                 if taken[p] == newest:
-                    self._keep(newest, p, None, sync)
+                    self._keep(newest, p, None, synchronizer)
 
     def after(self, step: int, outer_steps: Sequence[OuterStep]) -> None:
         """Keep what an inner step has changed, and publish what is whole; all processes of the replica call it.
@@ -94,35 +94,37 @@ class RunPublisher:
             raise self._failure
         if self.world.replica != 0:
             return
-        every, sync = self.config.publish_every, self.state.sync
-        if not isinstance(sync, StreamingDiLoCo):
+        every, synchronizer = self.config.publish_every, self.state.synchronizer
+        if not isinstance(synchronizer, StreamingDiLoCo):
             if step % every == 0 and not self.state.is_over:
-                self._start(self._copied(list(sync.outer_parameters())), step=step, facts={})
+                self._start(self._copied(list(synchronizer.outer_parameters())), step=step, facts={})
             return
         newest = {outer_step.sync.fragment: outer_step for outer_step in outer_steps}
         for outer_step in outer_steps:  # a joiner or a slow replica may take several; Θ is that after the last
             if newest[outer_step.sync.fragment] is not outer_step and outer_step.sync.round % every == 0:
-                self._name_skipped(outer_step.sync.round, outer_step.sync.fragment, _first_of(outer_step), sync)
+                self._name_skipped(
+                    outer_step.sync.round, outer_step.sync.fragment, _first_of(outer_step), synchronizer
+                )
         for p, outer_step in newest.items():
             taken = outer_step.sync.round
             if taken % every == 0:
-                self._keep(taken, p, _first_of(outer_step), sync)
-                if len(self._kept.get(taken, ())) == len(sync.settings.fragments):
-                    self._publish_round(taken, sync)
+                self._keep(taken, p, _first_of(outer_step), synchronizer)
+                if len(self._kept.get(taken, ())) == len(synchronizer.settings.fragments):
+                    self._publish_round(taken, synchronizer)
 
-    def _keep(self, round: int, fragment: int, first: int | None, sync: StreamingDiLoCo) -> None:
-        copies = self._copied(sync.settings.fragments[fragment].parameters)
+    def _keep(self, round: int, fragment: int, first: int | None, engine: StreamingDiLoCo) -> None:
+        copies = self._copied(engine.settings.fragments[fragment].parameters)
         self._kept.setdefault(round, {})[fragment] = copies, first
         for old in sorted(self._kept)[:-_ROUNDS_AT_ONCE]:
-            self._drop(old, sync)
+            self._drop(old, engine)
 
-    def _drop(self, round: int, sync: StreamingDiLoCo) -> None:
+    def _drop(self, round: int, engine: StreamingDiLoCo) -> None:
         for p, (_, first) in self._kept.pop(round).items():
-            self._name_skipped(round, p, first, sync)
+            self._name_skipped(round, p, first, engine)
 
-    def _name_skipped(self, round: int, fragment: int, first: int | None, sync: StreamingDiLoCo) -> None:
+    def _name_skipped(self, round: int, fragment: int, first: int | None, engine: StreamingDiLoCo) -> None:
         """Note that a round is not published, where this replica would have: it has no whole copy of it."""
-        is_last = fragment == len(sync.settings.fragments) - 1
+        is_last = fragment == len(engine.settings.fragments) - 1
         if is_last and self._publisher is not None and self._is_own(first) and str(round) not in self._skipped:
             self._skipped.append(str(round))
 
@@ -130,23 +132,23 @@ class RunPublisher:
         """True if this replica publishes the rounds whose last outer step had this first replica."""
         return self.world.rendezvous is None or first == self.world.rendezvous.replica
 
-    def _publish_round(self, round: int, sync: StreamingDiLoCo) -> None:
+    def _publish_round(self, round: int, engine: StreamingDiLoCo) -> None:
         """Publish a round; where replicas come and go, in the first that was in the last fragment's outer step.
 
         Replicas take the outer steps of different fragments in different orders.
         """
         fragments = self._kept.pop(round)
         for old in [kept for kept in self._kept if kept < round]:
-            self._drop(old, sync)
+            self._drop(old, engine)
         _, first = fragments[len(fragments) - 1]
         if self._publisher is not None and not self._is_own(first):
             return
         tensors = {name: tensor for part, _ in fragments.values() for name, tensor in part.items()}
-        self._start(tensors, step=round * sync.settings.schedule.sync_every, facts={"round": round})
+        self._start(tensors, step=round * engine.settings.schedule.sync_every, facts={"round": round})
 
     def _copied(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Copies of some of Θ's tensors, whole, on the host."""
-        parameters, copies = self.state.sync.outer_parameters(), dict[str, Tensor]()
+        parameters, copies = self.state.synchronizer.outer_parameters(), dict[str, Tensor]()
         for name in names:
             whole = gathered(parameters[name])  # together with the other processes of the replica
             if self._publisher is not None:
@@ -192,7 +194,7 @@ class RunPublisher:
             line = f"version {version.number} of step {step} is published: {version.smallest.num_bytes:,} bytes"
             skipped, self._skipped = self._skipped, []
             if skipped:
-                unit = "round" if isinstance(self.state.sync, StreamingDiLoCo) else "step"
+                unit = "round" if isinstance(self.state.synchronizer, StreamingDiLoCo) else "step"
                 line += f"; {unit}s {', '.join(skipped)} were skipped"
             _LOG.log(logging.WARNING if skipped and not self._has_warned else logging.INFO, "%s", line)
             self._has_warned = self._has_warned or bool(skipped)
@@ -214,7 +216,7 @@ class RunPublisher:
         """
         if self.world.replica != 0:
             return lambda: None
-        tensors = self._copied(list(self.state.sync.outer_parameters()))
+        tensors = self._copied(list(self.state.synchronizer.outer_parameters()))
 
         def publish() -> None:
             if self._thread is not None:
@@ -236,14 +238,14 @@ class RunPublisher:
 
     def _last_step(self) -> int | None:
         """The step of the last version, after those of all rounds; None where others may go on."""
-        rendezvous, sync = self.world.rendezvous, self.state.sync
+        rendezvous, synchronizer = self.world.rendezvous, self.state.synchronizer
         if rendezvous is None or self._publisher is None:
             return self.state.step
         if not rendezvous.is_closed:
             return None
-        assert isinstance(sync, StreamingDiLoCo), "a rendezvous has an engine"
+        assert isinstance(synchronizer, StreamingDiLoCo), "a rendezvous has an engine"
         # One for all: a replica's own steps may be fewer than the run's.
-        return max(log.round for log in rendezvous.state.fragments) * sync.settings.schedule.sync_every + 1
+        return max(log.round for log in rendezvous.state.fragments) * synchronizer.settings.schedule.sync_every + 1
 
     def close(self) -> None:
         """End without another version; one that is being published is left."""

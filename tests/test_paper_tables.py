@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco import published
+from diloco import paper_tables
 
 BESIDE = Path(__file__).resolve().parents[2] / "shared" / "published"
 Rows = Iterable[dict[str, Any]]
@@ -17,7 +17,7 @@ def transcribed(*names: str) -> list[dict[str, Any]]:
     texts = [(BESIDE / f"{name}.csv").read_text() for name in names]
     lines = ([line for line in text.splitlines() if not line.startswith("#")] for text in texts)
     rows = [row for table in lines for row in csv.DictReader(table)]
-    return [{name: published.as_number(cell) for name, cell in row.items() if cell} for row in rows]
+    return [{name: paper_tables.as_number(cell) for name, cell in row.items() if cell} for row in rows]
 
 
 def cells(rows: Rows, *columns: str) -> list[tuple[Any, ...]]:
@@ -80,4 +80,4 @@ TABLES: dict[str, tuple[Callable[[Rows], list[Any]], Callable[[], list[Any]]]] =
 @pytest.mark.parametrize("table", TABLES)
 def test_a_table_equals_another_transcription(table):
     ours, theirs = TABLES[table]
-    assert sorted(map(repr, ours(published.rows(table)))) == sorted(map(repr, theirs()))
+    assert sorted(map(repr, ours(paper_tables.rows(table)))) == sorted(map(repr, theirs()))
