@@ -25,7 +25,7 @@ from diloco.errors import FileError, PayloadError, UserError
 from diloco.files import sha256
 from diloco.publishing.differences import apply_to, content_digest
 from diloco.publishing.states import State, num_bytes_of, open_whole, unlike
-from diloco.rendezvous.log.entries import Digest, PublicKey
+from diloco.rendezvous.log.entries import Digest, DigestOrNone
 from diloco.rendezvous.log.keys import Opened, Signed
 from diloco.rendezvous.objects import body_tensor
 from diloco.rendezvous.store import BadObjectError, Store, StoreError
@@ -65,7 +65,7 @@ class Version:
 
     format: Count
     """The version of this form: 2, or 1 without a series."""
-    series: PublicKey = ""
+    series: DigestOrNone = ""
     """Random, of version 0; all that follow have it, so that signed versions of elsewhere can't join them."""
     number: Count
     """Versions before it."""
@@ -75,7 +75,7 @@ class Version:
     """`content_digest` of the state: names, types, shapes and all bits."""
     facts: dict[str, Any]
     """Further statements of the publisher, JSON by name."""
-    previous: PublicKey
+    previous: DigestOrNone
     """SHA-256 of the header before it; empty in version 0."""
     start: Count
     """Number of the newest version up to this one that has a whole body."""

@@ -26,9 +26,11 @@ MOST_ENTRY_BYTES = 1 << 23
 """Length of the longest entry that is read: entry 0 names all parameters."""
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """SHA-256 in hexadecimal."""
+DigestOrNone = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+"""A digest, or the empty string."""
 Checksum = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """`diloco.outer.digest.outer_digest` of Θ_p in hexadecimal."""
-PublicKey = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+PublicKey = DigestOrNone
 """An Ed25519 public key in hexadecimal; empty in a run without keys."""
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 MOST_NORM = 1e33
@@ -39,7 +41,7 @@ MOST_LOSS = 1e6
 Loss = Annotated[float, msgspec.Meta(ge=-MOST_LOSS, le=MOST_LOSS)]
 BRIDGE = rf"^({NAME})?\Z"
 """The name of a bridge, or none."""
-_RequiredPublicKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+_RequiredPublicKey = Digest
 
 
 class LogError(FileError):
