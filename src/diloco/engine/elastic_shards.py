@@ -239,7 +239,7 @@ class GatheredParameters(FragmentParameters):
     """A sharded model's parameters by fragment; every process calls the same methods in the same order.
 
     Where the first process alone knows what comes next, it calls `flat`, `outer_gradient` and `merging`, and the
-    others answer with `give` and `take`.
+    others answer with `send_theta` and `receive_theta`.
 
     Args:
         model: sharded over the replica's processes.
