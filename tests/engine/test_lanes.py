@@ -5,7 +5,7 @@ import torch
 from tests.fake_device import FakeDevice
 from tests.processes import run_replicas
 
-from diloco.engine.fixed import SenderThread, here
+from diloco.engine.fixed import SenderThread, run_now
 from diloco.engine.replica import DeviceLane, StreamLane, device_lane
 from diloco.exchange.notices import in_thread
 
@@ -30,9 +30,9 @@ def test_a_queue_does_one_piece_of_work_after_the_other():
 
 def test_work_that_is_done_here_is_done_or_raises_at_once():
     done: list[int] = []
-    assert here(lambda: done.append(1)).done() and done == [1]
+    assert run_now(lambda: done.append(1)).done() and done == [1]
     with pytest.raises(ZeroDivisionError):
-        here(lambda: 1 / 0)
+        run_now(lambda: 1 / 0)
 
 
 @pytest.mark.parametrize("start", [in_thread, SenderThread().start], ids=["thread", "queue"])

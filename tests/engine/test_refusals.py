@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco
+from diloco.engine.settings import check_exchange
 from diloco.engine.streaming import check_job
 from diloco.outer.merge import Mixing
 
@@ -76,7 +77,7 @@ EXCHANGE = r"pass diloco.ProcessGroupExchange\(group\), what diloco.connect\(add
             {"rendezvous": "s3://bucket/run", "exchange": None},
             r"rendezvous='s3://bucket/run' .*StoreRendezvous\(url\)",
         ),
-        ({"exchange": object.__new__(diloco.StoreRendezvous)}, "is a rendezvous: pass rendezvous="),
+        ({"exchange": diloco.StoreRendezvous("meeting")}, "is a rendezvous: pass rendezvous="),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -85,6 +86,14 @@ def test_a_wrong_argument_is_refused_with_its_name_and_what_to_pass(changes, mes
     with pytest.raises(diloco.UserError, match=message) as caught:
         case.engine(case.model(), **changes)
     assert next(iter(changes)) in caught.value.fields
+
+
+def test_a_rendezvous_of_ones_own_may_set_its_members_when_it_is_made():
+    rendezvous = type("Own", (), dict.fromkeys(("join", "leave", "abort"), print))()
+    with pytest.raises(diloco.UserError, match="is of the wrong type"):
+        check_exchange(None, rendezvous)
+    rendezvous.timeout_seconds = 60.0
+    check_exchange(None, rendezvous)
 
 
 def schedule(num_fragments: int, overlap_steps: int | tuple[int, ...] = 0) -> diloco.Schedule:
@@ -110,10 +119,7 @@ CONTRADICTIONS: list[tuple[Callable[[nn.Module], dict], str]] = [
     (lambda _: {"seed": -1}, "seed must be a whole number, at least 0 and below 2.64, not -1"),
     (lambda _: {"combine": "broadcast"}, "combine='broadcast' is neither gather nor"),
     (
-        lambda _: {
-            "combine": "reduce_scatter:bf16",
-            "exchange": type("Ordered", (diloco.LoopbackExchange,), {"ordered": True})(),
-        },
+        lambda _: {"combine": "reduce_scatter:bf16", "exchange": diloco.LoopbackExchange(ordered=True)},
         "combine=reduce_scatter:bf16 sends its averages when they are ready",
     ),
     (lambda _: {"mixing": 1.5}, "mixing must lie between 0 and 1, not 1.5"),

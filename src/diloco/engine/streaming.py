@@ -340,8 +340,12 @@ class StreamingDiLoCo:
 
     @property
     def tokens(self) -> int:
-        """Tokens that this replica has read: the sum of `step(tokens=…)`."""
+        """Tokens that this replica has read: the sum of `step(tokens=…)`, or what the loop sets here."""
         return self._replica.tokens
+
+    @tokens.setter
+    def tokens(self, tokens: int) -> None:
+        self._replica.tokens = _checked_tokens(tokens)
 
     @property
     def bytes_sent(self) -> int:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -117,11 +118,14 @@ class Transport(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
 class LoopbackExchange:
     """The exchange of a single replica (M = 1): a variant of Lookahead, and a way to try the engine."""
 
-    replica, num_replicas, ordered = 0, 1, False
-    device = torch.device("cpu")
+    replica: int = 0
+    num_replicas: int = 1
+    ordered: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     failure: str | None = None
 
     def start(self, payloads: Mapping[int, Tensor], tag: Tag) -> Pending:
