@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 @dataclass
 class _State:
-    sync: diloco.StreamingDiLoCo
+    synchronizer: diloco.StreamingDiLoCo
     step: int = 0
     is_over: bool = False
 

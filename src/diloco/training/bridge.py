@@ -212,7 +212,7 @@ class Bridge:
         make_directory(directory)
         fragments = range(len(region.rounds))
         initial = [replica.parameters.flat(p) for p in fragments]
-        self.outer = Outer(replica, rendezvous, partial(self._note, is_sending=True))
+        self.outer = OuterRun(replica, rendezvous, partial(self._note, is_sending=True))
         self._seen = [-1] * len(fragments)
         """The region's rounds that are in θ; −1 if θ is another's."""
         self._count()
