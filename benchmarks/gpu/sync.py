@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diloco.engine.fixed import here
+from diloco.engine.fixed import run_now
 from diloco.engine.replica import DeviceLane
 from gpu.place import Measurements, Place, Row, engine_of
 
@@ -71,7 +71,7 @@ def _with_syncs(place: Place, *, dtype: torch.dtype = torch.float32, apart: bool
     plain_ms = _mean_ms(place, train, 2 * sync_every)
     engine = engine_of(model, sync_every=sync_every, **settings)
     if not apart:
-        engine._replica.lane, engine._membership.sends = DeviceLane(), here  # pyrefly: ignore[missing-attribute]
+        engine._replica.lane, engine._membership.start_send = DeviceLane(), run_now  # pyrefly: ignore[missing-attribute]
     clocks: dict[str, list[_Clock]] = {"send": [], "merge": [], "neither": []}
 
     def step() -> None:

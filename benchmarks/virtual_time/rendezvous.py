@@ -197,7 +197,7 @@ class Seat:
     def step(
         self,
         num_steps: int,
-        applied: Sequence[tuple[int, int]],
+        taken_rounds: Sequence[tuple[int, int]],
         *,
         room: int,
         wait_for: int | None = None,
@@ -205,7 +205,7 @@ class Seat:
     ) -> News:
         assert wait_for is None or self.news, "virtual time stands still while a replica waits"
         self.num_steps = num_steps
-        for p, (last_round, checksum) in enumerate(applied):
+        for p, (last_round, checksum) in enumerate(taken_rounds):
             self.rounds[p] = last_round
             known = self.log.checksums.setdefault((p, last_round), checksum)
             assert known == checksum, "Θ_p has the same bits on all replicas"
@@ -233,7 +233,7 @@ class Seat:
         later = [d for d in self.log.decisions if d.fragment != fragment or d.round > round]
         self.log.decisions = later
 
-    def close(self, *, is_told: bool = True, if_last: bool = False) -> None:
+    def close(self, *, are_offers_counted: bool = True, if_last: bool = False) -> None:
         pass
 
     def leave(self) -> None:
