@@ -392,7 +392,7 @@ class ElasticMembership(Membership):
         replica.bytes_received += content.bytes_received
         replica.bytes_sent += content.bytes_sent
         makers = vector_makers(self.form, decision, content, replica.parameters.device)
-        return replica.outer_step(sync, *makers, replica.samples.get(p), cohort=decision.cohort)
+        return replica.describe(sync, *makers, replica.samples.get(p), cohort=decision.cohort)
 
     def _refuse_equal(self, decision: Decision, content: Content) -> None:
         """Refuse to go on if another replica's newest outer gradients of all fragments were equal to the own ones.
@@ -429,7 +429,7 @@ class ElasticMembership(Membership):
             merge_in_place(theta, replica.state.use(OUTER, p), merge_rule, past)
         size, device = self.form.sizes[p], replica.parameters.device
         zeros = partial(torch.zeros, size, dtype=torch.float32, device=device)
-        return replica.outer_step(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()))
+        return replica.describe(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()))
 
     @contextmanager
     def _moving_sent(self, p: int, merge_rule: MergeRule) -> Iterator[None]:

@@ -541,7 +541,7 @@ class FollowingMembership(Membership):
             return (nothing() for _ in range(taken.num_deltas))
 
         sync = Sync(taken.fragment, taken.round, taken.step)
-        return self.replica.outer_step(sync, nothing, deltas)
+        return self.replica.describe(sync, nothing, deltas)
 
 
 class _Taken(msgspec.Struct):

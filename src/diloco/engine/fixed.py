@@ -370,9 +370,7 @@ class FixedMembership(Membership):
         for flight, average, (payloads, blocked_seconds) in zip(due, averages, received, strict=True):
             self.replica.bytes_received += self._fragment_bytes[flight.sync.fragment]
             self.replica.take(flight.sync, average, flight.cohort, self.replica.settings.mixing)
-            steps.append(
-                self.replica.outer_step_of_flight(flight, payloads, average, blocked_seconds=blocked_seconds)
-            )
+            steps.append(self.replica.describe_flight(flight, payloads, average, blocked_seconds=blocked_seconds))
         return tuple(steps)
 
     def _receive(self, flight: Flight) -> tuple[dict[int, Tensor], float]:

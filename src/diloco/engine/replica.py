@@ -443,7 +443,7 @@ class Replica:
         past = Past(num_steps=self.num_steps - sent, sync_every=self.settings.schedule.sync_every)
         return replace(past, theta_N=self.state.use(SENT_THETA, p)) if self.settings.mixing.needs_sent else past
 
-    def outer_step_of_flight(
+    def describe_flight(
         self, flight: Flight, received: dict[int, Tensor], average: Average, *, blocked_seconds: float
     ) -> OuterStep:
         """An outer step that was taken with a flight, which makes averages and outer gradients again when asked.
@@ -462,7 +462,7 @@ class Replica:
             return reduction.average(received, to_N, key, cohort).divided()
 
         deltas = partial(reduction.each, received, size, key, device)
-        step = self.outer_step(
+        step = self.describe(
             flight.sync,
             make_average,
             deltas,
@@ -475,7 +475,7 @@ class Replica:
             step, begin_work=lambda work: lane.queue(lambda: begin_to_host(work()), after_training=False)
         )
 
-    def outer_step(
+    def describe(
         self,
         sync: Sync,
         make_average: Callable[[], Tensor],
