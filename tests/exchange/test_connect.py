@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,22 @@ def test_a_start_that_waits_says_for_whom_and_ends(replica, caplog, monkeypatch)
     ):
         diloco.connect(address, replica=replica, num_replicas=2, timeout_seconds=0.3)
     assert any(line.startswith(f"waiting for {missing} at {address}, up to 0") for line in caplog.messages)
+
+
+def test_a_name_that_means_this_machine_alone_is_warned_of(caplog, monkeypatch):
+    """Debian's /etc/hosts gives a machine's own name the address 127.0.1.1."""
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *args, **kwargs: resolve("127.0.1.1" if host == "alpha" else host, *args, **kwargs),
+    )
+    for host in ("alpha", "localhost", "127.0.0.1"):
+        with pytest.raises(diloco.ExchangeError, match="replica 1 did not arrive"):
+            diloco.connect(f"{host}:{free_port()}", replica=0, num_replicas=2, timeout_seconds=0.1)
+    assert [line[:23] for line in caplog.messages if "no other machine reaches" in line] == [
+        "alpha is 127.0.1.1 here"
+    ]
 
 
 def test_what_a_launcher_left_in_the_environment_is_named(monkeypatch):

@@ -1,5 +1,7 @@
 """The start of an exchange between jobs: all meet at the store of replica 0, and compare their settings."""
 
+import ipaddress
+import logging
 import os
 import secrets
 import socket
@@ -15,6 +17,8 @@ from diloco.errors import ExchangeError, UserError
 from diloco.exchange.notices import ask
 from diloco.exchange.process_group import Backend
 from diloco.exchange.transport import Store, wait_for_all
+
+_LOG = logging.getLogger("diloco")
 
 
 def _rank_and_size() -> tuple[int, int]:
@@ -328,4 +332,11 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
             "before, or give each exchange of a program a port of its own",
             "address",
         ) from None
-    return listener, str(where[0])
+    address = str(where[0])
+    if host not in ("localhost", address) and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        _LOG.warning(
+            "%s is %s here, by this machine's own table of hosts, and no other machine reaches that: if replicas "
+            "are elsewhere, give all of them this machine's address on their network",
+            *(host, address),
+        )
+    return listener, address
