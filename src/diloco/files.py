@@ -147,7 +147,7 @@ def remove_abandoned(directory: Path, *, seconds: float) -> None:
         seconds: the time for which nothing was written to such a file.
     """
     for folder, _, names in os.walk(directory):
-        for path in [Path(folder, name) for name in names if re.fullmatch(r".+#[0-9]+", name)]:
+        for path in [Path(folder, name) for name in names if re.fullmatch(r".+#[0-9]{15,}", name)]:
             with suppress(OSError):
                 if path.stat().st_mtime < time.time() - seconds:
                     path.unlink()

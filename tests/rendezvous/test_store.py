@@ -15,6 +15,7 @@ from obstore.exceptions import AlreadyExistsError, GenericError
 from tests.servers import Server
 
 from diloco.errors import FileWriteError, UserError
+from diloco.files import create
 from diloco.rendezvous.store import (
     LARGE_BYTES,
     MOST_BYTES_AT_ONCE,
@@ -372,14 +373,19 @@ def test_a_directory_whose_objects_were_deleted_is_deleted(tmp_path: Path):
     assert [path.name for path in (tmp_path / "averages").iterdir()] == ["0000000002"]
 
 
-def test_what_killed_processes_left_in_a_directory_is_deleted_after_an_hour(tmp_path: Path):
-    old, young = tmp_path / "a" / "00000001#4540", tmp_path / "a" / "b" / "00000002#7"
-    for path in (old, young, tmp_path / "a" / "00000003"):
-        path.parent.mkdir(parents=True, exist_ok=True)
+def test_what_killed_processes_left_in_a_directory_is_deleted_after_an_hour(tmp_path: Path, monkeypatch):
+    """And no file of others: a store may be a directory in which they lie, too."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda *_, **__: None)  # killed before
+        for name in ("a/00000001", "a/b/00000002"):
+            create(tmp_path / name, [b"part"])
+    old, young = (next(tmp_path.rglob(f"{name}#*")) for name in ("00000001", "00000002"))
+    for path in (old, tmp_path / "a" / "00000003", tmp_path / "a" / "track#2", tmp_path / "backup#20261129"):
         path.write_bytes(b"part")
-        os.utime(path, (0, time.time() - (0 if path == young else 3700)))
+        os.utime(path, (0, time.time() - 3700))
     asyncio.run(Store.open(str(tmp_path)).delete([]))
-    assert sorted(path.name for path in tmp_path.rglob("0*")) == ["00000002#7", "00000003"]
+    names = ["00000001", "00000002", young.name, "00000003", "backup#20261129", "track#2"]
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == names
 
 
 def test_a_request_without_an_answer_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
