@@ -121,8 +121,8 @@ def test_a_dry_run_writes_what_would_be_submitted_and_starts_nothing(tmp_path, c
     lines = capsys.readouterr().out.splitlines()
     directory = Path("launches", "fleet")
     assert lines[:2] == [str(directory / "a100.sbatch"), str(directory / "4090.sbatch")]
-    batch = str((directory / "a100.sbatch").absolute())
-    assert lines[2] == f"sbatch --parsable --array=0-1 {batch}"
+    log, batch = (str((directory / name).absolute()) for name in ("a100-%a.log", "a100.sbatch"))
+    assert lines[2] == shlex.join(["sbatch", "--parsable", "--array=0-1", f"--output={log}", batch])
     assert {path.name for path in directory.iterdir()} == {"a100.sbatch", "4090.sbatch"}
     for words, sentence in (
         ("status fleet", "fleet holds no launch: "),
@@ -152,7 +152,6 @@ def test_slurms_scripts_ask_for_the_machine_and_are_requeued(tmp_path):
         "qos": "low",
     }
     assert options["requeue"] == "" and options["open-mode"] == "append" and options["signal"] == "B:USR1@60"
-    assert options["output"] == str(tmp_path / "launch" / "a100-%a.log")
     assert "partition" not in directives(plan.files["4090.sbatch"])
     group = MACHINES.replace("launch.spot = true", "")
     fleet = fleet_of(tmp_path, f"launch = {{command = 'diloco train laptop', address = 'host:29500'}}\n{group}")

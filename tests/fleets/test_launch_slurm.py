@@ -59,8 +59,15 @@ while len(lives.read_text()) < 2 or name == "a-2":
 """
 
 
-def test_a_job_is_requeued_at_its_time_limit_and_an_array_grows_and_shrinks(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def oddly_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory whose path is neither one word of bash nor free of Slurm's patterns."""
+    folder = tmp_path / '50%a of "my" $HOME\'s runs'
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+
+def test_a_job_is_requeued_at_its_time_limit_and_an_array_grows_and_shrinks(oddly_named, capsys):
     Path("program.py").write_text(PROGRAM)
     Path("fleet.toml").write_text("""
         launch.command = "python3 program.py --rendezvous /store"
@@ -81,10 +88,10 @@ def test_a_job_is_requeued_at_its_time_limit_and_an_array_grows_and_shrinks(tmp_
     printed(capsys, "launch", "stop", "fleet")
     wait(lambda: states(directory) == {"a-0": "finished", "a-1": "stopped"})
     assert Path("a-1.lives").read_text() == Path("a-2.lives").read_text() == "."
+    assert {path.name for path in directory.glob("*.log")} == {"a-0.log", "a-1.log", "a-2.log"}
 
 
-def test_the_machines_of_a_fixed_group_have_their_numbers(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_machines_of_a_fixed_group_have_their_numbers(oddly_named, tmp_path, capsys):
     torchrun = tmp_path / "bin" / "torchrun"
     torchrun.parent.mkdir()
     torchrun.write_text('#!/bin/bash\necho "$@" > "$DILOCO_NAME.arguments"\n')

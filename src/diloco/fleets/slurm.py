@@ -1,5 +1,6 @@
 """Slurm: an array of jobs that join a store and are requeued, or one job per site of a fixed group."""
 
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from diloco.fleets.engine import Launch, State, Submission, asked, ended, refuse_image
@@ -33,8 +34,12 @@ class Slurm:
         for kind in launch.fleet.machines:
             files |= self._files(launch, kind)
             if indices := [index_of(name) for name in names if kind_of(name) == kind.name]:
-                array = () if launch.fleet.launch.rendezvous is None else (f"--array={_ranges(indices)}",)
-                commands.append(("sbatch", "--parsable", *array, launch.file(f"{kind.name}.sbatch")))
+                is_group = launch.fleet.launch.rendezvous is None
+                array = () if is_group else (f"--array={_ranges(indices)}",)
+                # Not in the script, where Slurm would take a path's spaces and quotes apart.
+                log = launch.file(kind.name).replace("%", "%%") + (".log" if is_group else "-%a.log")
+                script = launch.file(f"{kind.name}.sbatch")
+                commands.append(("sbatch", "--parsable", *array, f"--output={log}", script))
         return Submission(files=files, commands=tuple(commands))
 
     def _files(self, launch: Launch, kind: Kind) -> dict[str, str]:
@@ -45,17 +50,12 @@ class Slurm:
         options += [f"--{name}={value}" for name, value in wanted.items() if value is not None]
         options += request.options
         if fleet.launch.rendezvous is not None:
-            options += [
-                f"--output={launch.file(f'{kind.name}-%a.log')}",
-                "--requeue",
-                f"--signal=B:USR1@{_NOTICE_SECONDS}",
-            ]
+            options += ["--requeue", f"--signal=B:USR1@{_NOTICE_SECONDS}"]
             requeue = 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
             place = Place(index="$SLURM_ARRAY_TASK_ID")
             body = script(fleet, kind, place, exits=launch.directory, after_notice=requeue)
             return {f"{kind.name}.sbatch": _batch(options, body)}
         options += [
-            f"--output={launch.file(f'{kind.name}.log')}",
             f"--nodes={kind.count}",
             "--ntasks-per-node=1",
             "--no-requeue",
@@ -64,7 +64,9 @@ class Slurm:
         place = Place(index="$SLURM_NODEID", first=_FIRST_HOST, site=_FIRST_HOST)
         machine = launch.file(f"{kind.name}.sh")
         return {
-            f"{kind.name}.sbatch": _batch(options, f'exec srun --kill-on-bad-exit=1 bash "{machine}"\n'),
+            f"{kind.name}.sbatch": _batch(
+                options, f"exec srun --kill-on-bad-exit=1 bash {shlex.quote(machine)}\n"
+            ),
             f"{kind.name}.sh": script(fleet, kind, place, exits=launch.directory),
         }
 
