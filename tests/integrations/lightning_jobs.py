@@ -70,6 +70,21 @@ class StepsByHand(Module):
         return [torch.optim.SGD(trained.parameters(), lr=0.02) for _ in self.num_steps]
 
 
+class Head(Module):
+    """Leaves its frozen encoder out of checkpoints, with copies of the rest, and more than tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict_loading = False
+        self.encoder = nn.Linear(8, 8).requires_grad_(False)
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        own = super().state_dict(*args, **options)
+        return {name: value.clone() for name, value in own.items() if "encoder" not in name} | {"_extra_state": {}}
+
+    def set_extra_state(self, state: object) -> None: ...
+
+
 def data(seed: int, num_rows: int) -> Any:
     rows = torch.randn(num_rows, 8, generator=torch.Generator().manual_seed(seed))
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=16)

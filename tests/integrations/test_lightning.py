@@ -10,6 +10,7 @@ from tests.ports import free_port
 from tests.processes import run_replicas
 
 import diloco
+from diloco.outer.digest import parameters_hash
 
 pytestmark = [
     pytest.mark.slow,
@@ -130,3 +131,20 @@ def test_a_checkpoint_inside_a_validation_is_as_one_after_it(jobs, tmp_path):
         assert all(torch.equal(value, part(after)[name]) for name, value in part(inside).items())
     assert any(not torch.equal(value, inside["diloco"]["own"][n]) for n, value in inside["state_dict"].items())
     assert save.hashes[0] == save.hashes[1], "the validation goes on with Θ"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_fit_that_has_nothing_left_to_train_leaves_theta_in_a_module_with_checkpoints_of_its_own(jobs, tmp_path):
+    """A script that is started again after its end."""
+    trainer = jobs.trainer_of(str(tmp_path), max_epochs=3)
+    jobs.fit(trainer, jobs.Head())
+    (last,) = tmp_path.rglob("last.ckpt")
+    saved = torch.load(last, weights_only=True)
+    outer = saved["diloco"]["engine"]["outer"]
+    assert saved["diloco"]["engine"]["in_flight"]
+    assert all(torch.equal(saved["state_dict"][name], outer[name]) for name in outer)
+    assert not all(torch.equal(saved["diloco"]["own"][name], outer[name]) for name in outer)
+    module = jobs.Head()
+    jobs.fit(jobs.trainer_of(str(tmp_path), max_epochs=3), module, ckpt_path=str(last))
+    left = {name: module.get_parameter(name) for name in outer}
+    assert parameters_hash(left) == jobs.engine_of(trainer).outer_hash()

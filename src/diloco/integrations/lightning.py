@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from copy import deepcopy
 from typing import Any, cast
 
 from torch import nn
@@ -43,7 +44,7 @@ class DiLoCoCallback(Callback):
     def __init__(self, build: Callable[[nn.Module], StreamingDiLoCo]) -> None:
         self._build = build
         self._engine: StreamingDiLoCo | None = None
-        self._global_step = 0
+        self._global_step: int | None = None  # before training begins
         self._outer: ExitStack | None = None  # closing it gives the model its own parameters back
 
     @property
@@ -76,7 +77,7 @@ class DiLoCoCallback(Callback):
                 "before trainer.fit(), and leave out ckpt_path",
                 "ckpt_path",
             )
-        pl_module.load_state_dict(checkpoint[_STATE]["own"])
+        pl_module.load_state_dict(checkpoint[_STATE]["own"], strict=pl_module.strict_loading)
         self.engine.load_state_dict(checkpoint[_STATE]["engine"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -94,6 +95,7 @@ class DiLoCoCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the inner steps of the batch."""
+        assert self._global_step is not None, "on_train_start was called"
         num_steps = trainer.global_step - self._global_step
         self._global_step += num_steps
         for _ in range(num_steps if len(trainer.optimizers) == 1 else min(num_steps, 1)):
@@ -118,11 +120,12 @@ class DiLoCoCallback(Callback):
             return
         is_inside = self._outer is not None  # a validation that a scheduler's signal has interrupted
         self._take_outer_out()
-        own, engine_state = checkpoint["state_dict"], self._engine.state_dict()
+        state_dict = trainer.strategy.lightning_module_state_dict
+        own, engine_state = state_dict(), self._engine.state_dict()
         with self._engine.outer_parameters_applied():
-            checkpoint["state_dict"] = {name: value.clone() for name, value in own.items()}
+            checkpoint["state_dict"] = deepcopy(state_dict())
         if is_inside:
-            own = {name: value.clone() for name, value in own.items()}
+            own = deepcopy(own)
             self._put_outer_in()
         checkpoint[_STATE] = {"own": own, "engine": engine_state}
 
@@ -130,6 +133,12 @@ class DiLoCoCallback(Callback):
         """Merge what is in flight, and leave Θ in the model."""
         self.engine.finish()
         self.engine.copy_outer_to_model()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave Θ in the model, too, where `ckpt_path` was of the end, and `fit` has trained nothing."""
+        if self._global_step is None:
+            pl_module.to(trainer.strategy.root_device)  # Lightning has moved it to the CPU
+            self.on_train_end(trainer, pl_module)
 
     def _put_outer_in(self) -> None:
         self._outer = ExitStack()
