@@ -394,6 +394,20 @@ def test_a_checkpoint_elsewhere_is_refused(begun, tmp_path):
         trainer_of(str(tmp_path), max_steps=6).train(resume_from_checkpoint=str(begun.parent))
 
 
+def test_a_checkpoint_with_a_parameter_that_was_frozen_in_training_is_resumed(tmp_path):
+    class Freeze(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            model.lm_head.requires_grad_(False)
+
+    def train(max_steps: int, **options: Any) -> int:
+        trainer = trainer_of(str(tmp_path), eval_strategy="no", max_steps=max_steps)
+        trainer.add_callback(Freeze())
+        trainer.train(**options)
+        return trainer.callback_handler.callbacks[1].engine.num_steps
+
+    assert [train(9), train(12, resume_from_checkpoint=True)] == [9, 12]
+
+
 def test_a_state_that_the_disk_can_not_take_names_its_path_and_bytes(tmp_path):
     from diloco.integrations.transformers import _save
 

@@ -147,7 +147,8 @@ class DiLoCoCallback(TrainerCallback):
 
     def _hash_of_model(self) -> str:
         assert self._model is not None, "the engine was built"
-        return parameters_hash({name: p for name, p in self._model.named_parameters() if p.requires_grad})
+        names = [name for fragment in self.engine.settings.fragments for name in fragment.parameters]
+        return parameters_hash({name: self._model.get_parameter(name) for name in names})
 
     def _put_outer_in(self) -> None:
         if self._outer is None:
