@@ -117,6 +117,7 @@ class OuterState:
         device = torch.device("cpu") if self._offload else like_N.device
         return empty(like_N.numel(), torch.float32, device).zero_()
 
+    @torch.inference_mode(False)  # else what `logs` fetches in an evaluation could not be changed afterwards
     def _fetch(self, kind: str, fragment: int) -> None:
         home_N = self._home[kind][fragment]
         if self._stream is None:
