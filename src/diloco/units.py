@@ -7,8 +7,8 @@ from typing import Annotated
 
 _FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 _RATE = re.compile(r"([0-9.,_]+(?:e[+-]?[0-9]+)?)\s*([kKMGT]?)(?:(b|bit)(?:ps|/s)?|(B|Byte)(?:ps|/s))", re.ASCII)
-_THOUSANDS = re.compile(r",(?=[0-9]{3}(?![0-9]))")
-"""A comma before three digits; any other may be a decimal one, which float refuses."""
+_THOUSANDS = re.compile(r"(?<!^0),(?=[0-9]{3}(?![0-9]))")
+"""A comma before three digits, but not after a 0 alone; any other may be a decimal one, which float refuses."""
 
 
 def count(text: str) -> float:
