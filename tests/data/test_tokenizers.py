@@ -113,6 +113,15 @@ def test_the_usual_names_of_bos(bpe_path, tmp_path, bos):
     assert HuggingFaceTokenizer(path).bos_id == 0
 
 
+def test_a_plain_token_of_the_name_of_a_bos_is_none_beside_a_special_one(bpe_path, tmp_path):
+    content = json.loads(bpe_path.read_text())
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": 600, "content": "<s>", "special": False})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    (ids,) = tokenizer.encode(["<s>struck out</s>"])
+    assert tokenizer.bos_id == 0 and ids[0] == tokenizer.vocab_size - 1
+
+
 def test_an_entry_that_text_encodes_to_is_no_bos(tmp_path):
     vocabulary = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))}
     vocabulary |= {"<s": 256, "<s>": 257}

@@ -168,10 +168,10 @@ _BOS = ("<s>", "<|endoftext|>", "[BOS]", "<bos>", "<|begin_of_text|>")
 
 
 def _find_bos(backend: Any, vocabulary: dict[str, int]) -> str | None:
-    """The name of BOS: an added token, or else an entry that its own name does not encode to."""
-    added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    if names := [name for name in _BOS if name in added]:
-        return names[0]
+    """The name of BOS: an added token, special ones first, or else an entry that its name does not encode to."""
+    is_special = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    if names := [name for name in _BOS if name in is_special]:
+        return max(names, key=is_special.__getitem__)  # Gemma's plain <s> is one of HTML
     for name in _BOS:
         if name in vocabulary and vocabulary[name] not in backend.encode(name, add_special_tokens=False).ids:
             return name
