@@ -156,6 +156,20 @@ def test_published_adapters_are_read_by_peft(folder, tmp_path):
         torch.testing.assert_close(read(input_ids=TOKENS).logits, adapted.eval()(TOKENS))
 
 
+@pytest.mark.parametrize("target", ["wte", "lm_head"])
+def test_an_adapter_of_a_tied_weight_is_merged_into_that_alone(target, folder, tmp_path):
+    pytest.importorskip("peft")
+    config = hugging_face_model(str(folder), lora=f"rank=2,targets={target}+c_fc")
+    adapted = config.initial(seed=0)
+    for value in adapted.state_dict().values():
+        torch.nn.init.normal_(value, std=0.5)
+    with torch.no_grad():
+        expected = adapted(TOKENS)
+        config.export(adapted, tmp_path, context=64, bos_id=256, merged=True)
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        torch.testing.assert_close(merged(TOKENS).logits, expected, atol=1e-5, rtol=1e-4)
+
+
 def test_weights_of_four_bits_get_adapters_and_are_widened_where_those_are_merged(tmp_path):
     for package in ("peft", "bitsandbytes"):
         pytest.importorskip(package)

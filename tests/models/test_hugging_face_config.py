@@ -1,6 +1,7 @@
 """The look-up of a model of `transformers`."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,12 @@ from tests.models.gpt2 import write_config, write_model
 
 from diloco.models import hugging_face_config
 from diloco.models.families import load_family
-from diloco.models.hugging_face_config import HuggingFaceConfig, hugging_face_model, weight_files
+from diloco.models.hugging_face_config import (
+    HuggingFaceConfig,
+    hugging_face_model,
+    transformers_config,
+    weight_files,
+)
 
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers
 
@@ -40,6 +46,15 @@ def test_a_name_on_the_hub_is_kept_and_its_files_are_looked_up(tmp_path, monkeyp
     assert config == replace(here, hf="some/gpt2")
     assert {name for name, *_ in asked} == {"some/gpt2"} and ("some/gpt2", "config.json") in asked
     assert [*config.initial(seed=0).state_dict()], "the weights are found again"
+
+
+@pytest.mark.parametrize("infinity", ['{"__float__": "Infinity"}', "Infinity"])
+def test_a_number_without_end_is_read_as_transformers_writes_it(infinity, tmp_path):
+    sizes = '"hidden_size": 32, "num_heads": 8, "head_dim": 8, "n_groups": 2, "num_hidden_layers": 2'
+    content = f'{{"model_type": "mamba2", {sizes}, "time_step_limit": [0.0, {infinity}]}}'
+    (tmp_path / "config.json").write_text(content)
+    config = hugging_face_model(str(tmp_path))
+    assert [*transformers_config(config.architecture).time_step_limit] == [0.0, math.inf]
 
 
 def test_a_bert_that_reads_no_further_is_one(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -219,8 +220,9 @@ def test_weights_that_changed_are_gone_or_make_no_model_are_refused(tmp_path, mo
             (one() if callable(one) else one).initial(seed=0)
     pytest.importorskip("peft")
     other = hugging_face_model(str(tmp_path / "moved"), lora="rank=2,targets=q_proj")
-    with pytest.raises(UserError, match=r"model\.lora=rank=2,targets=q_proj does not suit the model: Target modu"):
-        other.build(seed=0)
+    for targets, words in (("c_attn+q_proj", ", which has no 'q_proj'"), ("drop", ": Target module Dropout")):
+        with pytest.raises(UserError, match=rf"targets={re.escape(targets)} does not suit the model{words}"):
+            hugging_face_model(str(tmp_path / "moved"), lora=f"rank=2,targets={targets}").build(seed=0)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"peft is not installed: run pip install 'diloco\[lora\]'"):
         other.build(seed=0)

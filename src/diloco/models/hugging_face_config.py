@@ -20,7 +20,7 @@ from diloco.errors import FileError, UserError
 from diloco.files import expanded, reading, require, requiring, sha256, writing
 from diloco.hub import hub_file
 from diloco.models.spec import ModelConfig
-from diloco.schema import converted, read_json
+from diloco.schema import converted, read_bytes, read_json
 
 with requiring("tyro", extra="train"):
     import tyro
@@ -189,7 +189,7 @@ def _merged(config: HuggingFaceConfig, lora: str, adapted: Any) -> Any:
     """The model with its adapters added to the weights; weights of 4 bits are widened to FP32 first."""
     values = json.loads(config.architecture)
     if values.pop("quantization_config", None) is None:
-        return adapted.merge_and_unload()
+        return _added(adapted)
     import torch
 
     with torch.device("meta"):  # the library does not save a model that it has widened itself
@@ -200,7 +200,17 @@ def _merged(config: HuggingFaceConfig, lora: str, adapted: Any) -> Any:
     plain = _with_adapters(plain, lora)
     trained = {name: value for name, value in adapted.named_parameters() if value.requires_grad}
     plain.load_state_dict(trained, strict=False)
-    return plain.merge_and_unload()
+    return _added(plain)
+
+
+def _added(adapted: Any) -> Any:
+    """The whole model; a weight that is tied to one without an adapter first becomes a weight of its own."""
+    from torch import nn
+
+    for module in adapted.modules():
+        if hasattr(module, "base_layer"):
+            module.base_layer.weight = nn.Parameter(module.base_layer.weight.detach().clone())
+    return adapted.merge_and_unload()
 
 
 @cache
@@ -283,7 +293,9 @@ def hugging_face_model(name: str, *, lora: str | None = None) -> HuggingFaceConf
         UserError: if there is no such model, or it is no causal language model.
     """
     file, is_here = _config_file(name)
-    values = read_json(file, dict[str, Any], most_bytes=_MOST_BYTES)
+    with reading(file):
+        content = json.loads(read_bytes(file, most_bytes=_MOST_BYTES), object_hook=_number)
+    values = converted(content, dict[str, Any], source=str(file))
     for key in ("_name_or_path", "transformers_version"):  # they say nothing about the model
         values.pop(key, None)
     architecture = json.dumps(values, sort_keys=True)
@@ -308,6 +320,11 @@ def hugging_face_model(name: str, *, lora: str | None = None) -> HuggingFaceConf
             "model.hf",
         )
     return replace(config, weights=sha256(*weight_files(config.hf)) if has_weights else "", lora=lora)
+
+
+def _number(part: dict[str, Any]) -> Any:
+    """The number that transformers writes as {"__float__": "Infinity"}; any other part as it is."""
+    return float(part["__float__"]) if [*part] == ["__float__"] else part
 
 
 def _config_file(name: str) -> tuple[Path, bool]:
@@ -477,6 +494,10 @@ def _with_adapters(model: "nn.Module", text: str) -> Any:
         UserError: if peft is not installed, or the model has no such targets.
     """
     peft, settings = require("peft", extra="lora"), _adapter_config(text)
+    modules = [f".{name}" for name, _ in model.named_modules()]
+    for target in parse_lora(text).targets:  # peft passes over one beside others
+        if not any(name.endswith(f".{target}") for name in modules):
+            raise UserError(f"model.lora={text} does not suit the model, which has no {target!r}", "model.lora")
     try:
         return peft.get_peft_model(model, settings)
     except ValueError as error:
