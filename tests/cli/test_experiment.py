@@ -1,7 +1,9 @@
 """`diloco experiment`: the commands of a cluster, and tables of the runs that are finished."""
 
 import json
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 from tests.experiments.papers.made_up import made_up
@@ -51,6 +53,8 @@ def test_equal_runs_are_one_command_with_all_labels(capsys, tmp_path):
     lines = capsys.readouterr().out.splitlines()
     commands = [line for line in lines if line.startswith("torchrun ")]
     assert len(set(commands)) == len(commands) < len(lines) - len(commands)
+    page = (Path(__file__).parents[2] / "docs/how-to/experiments.md").read_text()
+    assert len(commands) == sum(map(int, re.findall(r"(\d+) runs, [\d.]+ hours", page)))
     names = [words[words.index("--name") + 1] for words in map(shlex.split, commands)]
     assert len(set(names)) == len(names), "a second command of a name would be refused"
 

@@ -19,9 +19,10 @@ from tests.processes import Program, program
 from diloco.errors import UserError
 from diloco.experiments.runner import job as jobs
 from diloco.experiments.runner import machines
-from diloco.experiments.runner.grid import adopt, make_job, read_result, run_grid
+from diloco.experiments.runner.grid import adopt, make_job, read_result, run_grid, run_name
 from diloco.experiments.runner.machines import LocalMachine
 from diloco.experiments.runner.rows import read_rows, write_rows
+from diloco.training.config.recipes import recipe
 from diloco.training.processes import Ancestor
 
 
@@ -38,6 +39,18 @@ def test_equal_configs_are_run_once_even_by_another_grid(small_corpus, tmp_path)
     assert sorted(set(shares)) == pytest.approx([0, 1 / 3, 2 / 3, 1]) and sorted(shares) == shares
     again = FakeMachine()
     assert rows_of(runs[1:], tmp_path / "runs", again) == rows[1:] and not again.jobs
+
+
+@pytest.mark.parametrize(
+    ("field", "own", "other"),
+    [("outer_learning_rate", 0.4, 0.8), ("outer_momentum", 0.9, 0.0), ("wire", "e3m0", "fp32")],
+)
+def test_a_value_of_the_method_or_the_outer_rule_makes_no_other_run(field, own, other):
+    config = recipe("tiny")
+    left_out, same, differs = (
+        run_name(replace(config, diloco=replace(config.diloco, **{field: value}))) for value in (None, own, other)
+    )
+    assert left_out == same != differs
 
 
 def test_a_grid_goes_on_from_its_rows_alone(small_corpus, tmp_path):

@@ -356,12 +356,17 @@ def _with_warmup(optimizer: OptimizerConfig, num_steps: int) -> OptimizerConfig:
 def identity(config: TrainConfig) -> dict[str, Any]:
     """The fields that identify a run: those that differ from their defaults, by dotted name, as JSON values.
 
-    A value that is the method's own counts as the default. Incidental fields, such as the run's name, are left
-    out, and so are those of `data`: text is known by its content, not by the place where it lies.
+    A value that is the method's own, or the outer rule's, counts as the default. Incidental fields, such as the
+    run's name, are left out, and so are those of `data`: text is known by its content, not by the place where it
+    lies.
     """
-    incidental = fields_with(TrainConfig, "incidental")
-    own = own_settings(config.method).items()
-    left_out: dict[str, Any] = {name: None for name, value in own if getattr(config.diloco, name) == value}
+    from diloco.outer.rules import outer_rule  # with torch
+
+    incidental, own = fields_with(TrainConfig, "incidental"), own_settings(config.method)
+    if config.diloco.outer != AUTO:
+        facts = outer_rule(config.diloco.outer).facts()
+        own |= {"outer_learning_rate": facts.get("lr"), "outer_momentum": facts.get("momentum")}
+    left_out: dict[str, Any] = {name: None for name, value in own.items() if getattr(config.diloco, name) == value}
     config = replace(config, diloco=replace(config.diloco, **left_out))
     return {
         name: value
