@@ -51,6 +51,7 @@ class DiLoCoCallback(TrainerCallback):
         self._build = build
         self._engine: StreamingDiLoCo | None = None
         self._model: nn.Module | None = None
+        self._parameters: dict[str, nn.Parameter] = {}  # those that are trained, also while they are frozen later
         self._training = False
         self._outer: ExitStack | None = None  # closing it gives the model its own parameters back
 
@@ -75,8 +76,9 @@ class DiLoCoCallback(TrainerCallback):
                 "pushes Θ",
                 "hub_strategy",
             )
-        self._model = kwargs["model"]
-        self._engine = self._build(kwargs["model"])
+        self._model = model = kwargs["model"]
+        self._engine = self._build(model)
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         check_job(args.world_size, self._engine)
 
     def on_train_begin(
@@ -124,7 +126,7 @@ class DiLoCoCallback(TrainerCallback):
             FileWriteError: if it can't be written; nothing is left of it.
         """
         if args.should_save:
-            _save(_state_file(args, state), self.engine.state_dict(), self._hash_of_model())
+            _save(_state_file(args, state), self.engine.state_dict(), parameters_hash(self._parameters))
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Merge what is in flight, and leave Θ in the model."""
@@ -138,17 +140,12 @@ class DiLoCoCallback(TrainerCallback):
         if not path.exists():
             raise UserError(f"{path} does not exist: resume a checkpoint in output_dir, which this callback saved")
         engine_state, parameters = _saved(path)
-        if parameters != self._hash_of_model():
+        if parameters != parameters_hash(self._parameters):
             raise UserError(
                 f"{path} was saved with other parameters than those that the Trainer has loaded: resume from a "
                 "checkpoint in this replica's own output_dir"
             )
         self.engine.load_state_dict(engine_state)
-
-    def _hash_of_model(self) -> str:
-        assert self._model is not None, "the engine was built"
-        names = [name for fragment in self.engine.settings.fragments for name in fragment.parameters]
-        return parameters_hash({name: self._model.get_parameter(name) for name in names})
 
     def _put_outer_in(self) -> None:
         if self._outer is None:
