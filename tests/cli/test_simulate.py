@@ -41,6 +41,8 @@ def test_a_finite_run_begins_without_anything_to_wait_for(capsys):
     method = ["--method", "streaming_overlapped_fp4", "--targets", "0.9"]
     steady, short = bandwidth(capsys, *method), bandwidth(capsys, *method, "--num-steps", "150")
     assert short["gbit_s"]["0.9"] < steady["gbit_s"]["0.9"]
+    shorter = utilization(capsys, "--link", "1Mbit", "--first-sync", "early", "--num-steps", "50")
+    assert shorter < 1, "fragments are sent before step H"
 
 
 def utilization(capsys, *arguments: str) -> float:

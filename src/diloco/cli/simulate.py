@@ -150,11 +150,12 @@ class SimulatedRun:
                 raise UserError(f"{name}={value:,} must be at most {most:,} in a simulation", name)
         if (self.seed or 0) < 0:
             raise UserError(f"seed={self.seed} must be at least 0", "seed")
-        sync_every = 1 if self.settings.method == "data_parallel" else self.settings.sync_every
-        if self.num_steps is not None and 1 <= self.num_steps < sync_every:
+        num_fragments = len(self.settings.layers(self.size.num_layers)) + self.settings.streams
+        first = min(map(self.settings.schedule(num_fragments).send_step, range(num_fragments)))
+        if self.num_steps is not None and 1 <= self.num_steps < first:
             raise UserError(
-                f"num_steps={self.num_steps} with sync_every={sync_every}: nothing would be sent; set "
-                "a smaller sync_every, or more num_steps",
+                f"num_steps={self.num_steps} with sync_every={self.settings.sync_every}: nothing would be sent; "
+                "set a smaller sync_every, or more num_steps",
                 *("num_steps", "sync_every"),
             )
 
