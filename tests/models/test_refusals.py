@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from tests.models.gpt2 import write_config, write_model
 
@@ -208,10 +209,14 @@ def test_weights_that_changed_are_gone_or_make_no_model_are_refused(tmp_path, mo
     drawn = hugging_face_model(str(write_config(tmp_path, n_head=5)))
     damaged = write_model(tmp_path / "damaged") / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-4])
+    untied = write_model(tmp_path / "untied") / "model.safetensors"
+    head = {"lm_head.weight": torch.ones(257, 32)}
+    safetensors.torch.save_file(safetensors.torch.load_file(untied) | head, untied, metadata={"format": "pt"})
     for one, words in (
         (config, r"has other weights than those that the run began with .*: bring them"),
         (gone, "its weights can't be read: the directory is gone"),
         (hugging_face_model(str(tmp_path / "damaged")), r"damaged/model\.safetensors can't be read: Error while"),
+        (hugging_face_model(str(tmp_path / "untied")), r"own in lm_head\.weight, which its config\.json ties"),
         (drawn, r"can't build it .ValueError: `embed_dim` must"),
         (lambda: hugging_face_model(str(write_config(folder, n_layer=5))), r"lack 12 .*such as transformer\.h\.4"),
         (lambda: hugging_face_model(str(write_config(folder, n_embd=16))), "its weights can't be read: "),

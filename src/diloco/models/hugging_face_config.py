@@ -265,6 +265,7 @@ def _read(config: HuggingFaceConfig) -> "nn.Module":
         )
     if config.lora is None:
         _refuse_buffers(config, model)
+        _refuse_untied(config, model)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # an evaluation would repack weights, and end all gradients
@@ -278,6 +279,19 @@ def _refuse_buffers(config: HuggingFaceConfig, model: "nn.Module") -> None:
             f"model.hf={config.hf} keeps {buffers[0]} in a buffer, which is neither trained nor exchanged: take "
             "adapters, with model.lora",
             *("model.hf", "model.lora"),
+        )
+
+
+def _refuse_untied(config: HuggingFaceConfig, model: "nn.Module") -> None:
+    import torch
+
+    with torch.device("meta"):
+        names = {name for name, _ in _drawn(config).named_parameters()}
+    if untied := [name for name, _ in model.named_parameters() if name not in names]:
+        raise UserError(
+            f"model.hf={config.hf} has values of its own in {untied[0]}, which its config.json ties to another: "
+            "set tie_word_embeddings to false there",
+            "model.hf",
         )
 
 
