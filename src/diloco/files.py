@@ -147,6 +147,7 @@ def remove_abandoned(directory: Path, *, seconds: float) -> None:
         seconds: the time for which nothing was written to such a file.
     """
     for folder, _, names in os.walk(directory):
+        # Others may have files here with a short number; hardly any of `create` has one.
         for path in [Path(folder, name) for name in names if re.fullmatch(r".+#[0-9]{15,}", name)]:
             with suppress(OSError):
                 if path.stat().st_mtime < time.time() - seconds:
