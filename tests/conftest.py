@@ -28,6 +28,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 import pytest
+import torch
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
@@ -121,6 +122,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Spare the modules and tests from collections of garbage, each of which would visit all of their objects."""
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def the_same_random_numbers() -> None:
+    """Let a test draw the same numbers whatever ran before it in its process."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture

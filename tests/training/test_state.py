@@ -252,13 +252,11 @@ def elastic_progress(num_others: int, budget: int) -> tuple[ElasticProgress, Sim
     rendezvous = SimpleNamespace(state=run, counted=(0, 0))
     questions = []
 
-    def of_first(num_numbers, read):
-        numbers = [int(number) for number in read()]
-        questions.append(num_numbers)
-        assert len(numbers) == num_numbers
-        return numbers
+    def share(numbers):
+        questions.append(len(numbers))
+        return list(map(int, numbers))
 
-    world = SimpleNamespace(rendezvous=rendezvous, of_first=of_first)
+    world = SimpleNamespace(rendezvous=rendezvous, group=SimpleNamespace(index=0, share=share))
     return ElasticProgress(engine, world, num_tokens=budget * own_tokens, own_tokens=own_tokens), engine, questions
 
 

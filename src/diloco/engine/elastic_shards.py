@@ -19,7 +19,7 @@ from diloco.engine.replica import Membership, Replica, outer_state
 from diloco.engine.settings import Settings
 from diloco.errors import ExchangeError
 from diloco.exchange.notices import first_sentence
-from diloco.exchange.process_group import Backend, TorchGroup, Work, group_like, wait_for
+from diloco.exchange.process_group import TorchGroup, Work, group_like, wait_for
 from diloco.fragments import Fragment
 from diloco.outer.step import OuterStep
 from diloco.rendezvous.contract import Rendezvous
@@ -63,19 +63,19 @@ class Message(NamedTuple):
     """A JSON value."""
 
 
-class Inside:
-    """The messages between the processes of one replica; nothing else may use their group.
+class LedGroup(TorchGroup):
+    """The processes of one replica, of which the first leads: the others do what it calls for.
 
     Every wait is bounded. A process that has sent a vector goes on to what the first one says next, so that it
     hears of a failure.
 
     Args:
-        group: the processes, on gloo; the first one calls.
+        group: the processes, on gloo.
         timeout_seconds: how long a wait may take: longer than what the first process does between two calls.
     """
 
-    def __init__(self, group: Backend, timeout_seconds: float) -> None:
-        self.group, self.index, self.size = group, group.rank(), group.size()
+    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
+        super().__init__(group, torch.device("cpu"))
         self.failure: str | None = None
         """The process of this replica that has failed, and its reason."""
         self._timeout_seconds = timeout_seconds
@@ -110,20 +110,13 @@ class Inside:
             )
         return message
 
-    def together(self, call: Call, fragment: int = 0) -> None:
+    def meet(self, call: Call, fragment: int = 0) -> None:
         """Start a call that all processes make; the first one sends it, the others check that it is this one."""
         if self.is_first:
             self.lead(call, fragment)
         else:
             message = self.follow(call)
             assert message.fragment == fragment, "all go through the fragments in order"
-
-    def share(self, value: object = None) -> Any:
-        """The first process's JSON value, in all processes."""
-        if self.is_first:
-            self.lead(Call.SHARE, value=value)
-            return value
-        return self.follow(Call.SHARE).value
 
     def send(self, vector_n: Tensor, to: int) -> None:
         """Send a vector on the CPU, which must not change any more, to the first process or from it to another."""
@@ -149,8 +142,12 @@ class Inside:
         return vector_n
 
     @contextmanager
-    def fail_together(self) -> Iterator[None]:
-        """A context whose errors reach the other processes."""
+    def fail_together(self, another: str = "") -> Iterator[None]:
+        """A context that fails in all processes if the work in it fails in one, as soon as they next meet.
+
+        Args:
+            another: not used: messages name the process.
+        """
         try:
             yield
         except Exception as error:
@@ -262,9 +259,9 @@ class GatheredParameters(FragmentParameters):
         super().__init__(model, fragments, masters)
         assert isinstance(self.group, TorchGroup), "the model is sharded"
         group = group_like(self.group.group, timeout_seconds)
-        self.group = TorchGroup(group, torch.device("cpu"))
-        self.inside = Inside(group, timeout_seconds)
-        """The replica's processes."""
+        self.led = LedGroup(group, timeout_seconds)
+        """`group`, in which the first process leads."""
+        self.group = self.led
         self._ranks = dist.get_process_group_ranks(group)
         self.part, self.device = (0, 1), torch.device("cpu")
 
@@ -279,7 +276,7 @@ class GatheredParameters(FragmentParameters):
 
     def flat(self, fragment: int) -> Tensor:
         """A copy of θ_p, FP32 (N)."""
-        self.inside.together(Call.THETA, fragment)
+        self.led.meet(Call.THETA, fragment)
         return self.send_theta(fragment)
 
     def outer_gradient(self, fragment: int, outer_N: Tensor, to_N: Tensor) -> Tensor:
@@ -290,8 +287,8 @@ class GatheredParameters(FragmentParameters):
     def merging(self, fragment: int, step: int) -> Iterator[list[Tensor]]:
         """θ_p, whole, to be changed in place by a merge; all shards have the new values at the end."""
         theta_N = self.flat(fragment)
-        yield self._parts(fragment, theta_N) if self.inside.is_first else []
-        self.inside.together(Call.MERGE, fragment)
+        yield self._parts(fragment, theta_N) if self.led.is_first else []
+        self.led.meet(Call.MERGE, fragment)
         self.receive_theta(fragment, step, theta_N)
 
     def send_theta(self, fragment: int) -> Tensor:
@@ -307,30 +304,26 @@ class GatheredParameters(FragmentParameters):
 
     def named(self, fragment: int, flat_N: Tensor) -> dict[str, Tensor]:
         """A fragment's flat vector (N) by parameter name: copies in host memory, sharded as the parameters are."""
-        self.inside.together(Call.SCATTER, fragment)
+        self.led.meet(Call.SCATTER, fragment)
         return self._sharded(fragment, self._scattered(fragment, flat_N))
 
     def flat_of(self, fragment: int, by_name: Mapping[str, Tensor]) -> Tensor:
         """A fragment's flat FP32 vector (N), from tensors by parameter name, sharded as the parameters are."""
-        self.inside.together(Call.GATHER, fragment)
+        self.led.meet(Call.GATHER, fragment)
         shards = [local(by_name[name]) for name in self._by_fragment[fragment]]
         return self._gathered(fragment, self._parts_of(fragment, shards))
-
-    def fail_together(self, another: str) -> AbstractContextManager[None]:
-        """A context that fails in all processes of this replica if it fails in one, as soon as they next meet."""
-        return self.inside.fail_together()
 
     def _gathered(self, fragment: int, parts: Iterable[Tensor]) -> Tensor:
         """A whole flat vector, gathered from the parts that every process has, FP32 (N)."""
         own_n = joined(part.cpu() for part in parts)
-        if not self.inside.is_first:
-            self.inside.send(own_n, 0)
+        if not self.led.is_first:
+            self.led.send(own_n, 0)
             return own_n.new_empty(0)
         shapes = [self.shape_in_flat(parameter) for parameter in self._by_fragment[fragment].values()]
         whole_N = empty(sum(shape.numel() for shape in shapes), torch.float32, self.device)
         for index, views in enumerate(self._cut(fragment, whole_N)):
             sizes = [view.numel() for view in views]
-            part_n = self.inside.receive(index, sum(sizes)) if index else own_n
+            part_n = self.led.receive(index, sum(sizes)) if index else own_n
             for view, values in zip(views, part_n.split(sizes), strict=True):
                 view.copy_(values.view(view.shape))
         return whole_N
@@ -338,14 +331,14 @@ class GatheredParameters(FragmentParameters):
     def _scattered(self, fragment: int, whole_N: Tensor | None) -> list[Tensor]:
         """This process's parts of a flat vector that the first process has whole."""
         shapes = [part.shape for part in self._parts_of(fragment, self.shards(fragment))]
-        if self.inside.is_first:
+        if self.led.is_first:
             assert whole_N is not None, "the first process has the whole"
             parts = self._cut(fragment, whole_N)
             for index in range(1, len(parts)):
-                self.inside.send(joined(parts[index]), index)
+                self.led.send(joined(parts[index]), index)
             own_n = joined(parts[0])
         else:
-            own_n = self.inside.receive(0, sum(shape.numel() for shape in shapes))
+            own_n = self.led.receive(0, sum(shape.numel() for shape in shapes))
         split = own_n.split([shape.numel() for shape in shapes])
         return [values.view(shape) for values, shape in zip(split, shapes, strict=True)]
 
@@ -370,12 +363,12 @@ def sharded_membership(
     # The first process may wait for other replicas before it is done with a step.
     seconds = 3 * rendezvous.timeout_seconds
     parameters = GatheredParameters(model, settings.fragments, masters, timeout_seconds=seconds)
-    if not parameters.inside.is_first:
+    if not parameters.led.is_first:
         return FollowingMembership(settings, parameters)
-    with parameters.inside.fail_together():
+    with parameters.led.fail_together():
         # Θ lies in host memory anyway.
         replica = Replica(settings, parameters, outer_state(settings, parameters, offload=False))
-        return LeadingMembership(replica, rendezvous, parameters.inside)
+        return LeadingMembership(replica, rendezvous, parameters.led)
 
 
 class LeadingMembership(ElasticMembership):
@@ -385,8 +378,8 @@ class LeadingMembership(ElasticMembership):
         DisagreementError: if the run has other settings or initial parameters.
     """
 
-    def __init__(self, replica: Replica, rendezvous: Rendezvous, inside: Inside) -> None:
-        self._inside = inside
+    def __init__(self, replica: Replica, rendezvous: Rendezvous, group: LedGroup) -> None:
+        self._group = group
         super().__init__(replica, rendezvous)
         self._report(())
 
@@ -394,19 +387,19 @@ class LeadingMembership(ElasticMembership):
     def failure(self) -> str | None:
         """The reason why this replica can't go on, as its other processes read it."""
         if (failure := super().failure) is not None:
-            self._inside.fail(failure)
+            self._group.fail(failure)
         return failure
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
         """A context whose errors end this replica's part in the run, and its other processes."""
-        with super().fail_together(), self._inside.fail_together():
+        with super().fail_together(), self._group.fail_together():
             yield
 
     def look(self) -> bool:
         """True if something is sent, decided, waited for, or to be looked at."""
         is_due = super().look()
-        self._inside.lead(Call.STEP if is_due else Call.IDLE)
+        self._group.lead(Call.STEP if is_due else Call.IDLE)
         return is_due
 
     def advance(self) -> tuple[OuterStep, ...]:
@@ -415,13 +408,14 @@ class LeadingMembership(ElasticMembership):
 
     def finish(self, *, flush: bool, close: bool) -> tuple[OuterStep, ...]:
         """Wait for the decisions of own payloads, bounded in time, and take them."""
-        self._inside.lead(Call.FINISH)
+        self._group.lead(Call.FINISH)
         return self._report(super().finish(flush=flush, close=close))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of this replica that resumes; Θ and the slots lie in the store."""
         state = super().state_dict()
-        self._inside.share({name: value for name, value in state.items() if name not in (OUTER, ERROR)})
+        values = {name: value for name, value in state.items() if name not in (OUTER, ERROR)}
+        self._group.lead(Call.SHARE, value=values)
         return state
 
     def _report(self, outer_steps: tuple[OuterStep, ...]) -> tuple[OuterStep, ...]:
@@ -439,7 +433,7 @@ class LeadingMembership(ElasticMembership):
                 _Taken(*o.sync, len(o.cohort.members) if o.cohort and sees_deltas else 0) for o in outer_steps
             ],
         )
-        self._inside.lead(Call.DONE, value=report)
+        self._group.lead(Call.DONE, value=report)
         return outer_steps
 
 
@@ -447,21 +441,21 @@ class FollowingMembership(Membership):
     """Another process of a replica: it hands over its shards of θ, and takes them back."""
 
     def __init__(self, settings: Settings, parameters: GatheredParameters) -> None:
-        self._parameters, self._inside = parameters, parameters.inside
+        self._parameters, self._group = parameters, parameters.led
         fragments = range(len(settings.fragments))
         with_error = settings.error_feedback is not None
         nothing = [torch.empty(0, dtype=torch.float32, device="cpu") for _ in fragments]
         state = OuterState(nothing, slots=settings.outer.slots, with_error=with_error, offload=False)
         self.replica = Replica(settings, parameters, state)
         self._report = Report()
-        with self._inside.fail_together():
+        with self._group.fail_together():
             self._follow()
         self._call = Call.IDLE
 
     @property
     def failure(self) -> str | None:
         """The reason why this replica can't go on; None as far as is known."""
-        return self._inside.failure
+        return self._group.failure
 
     @property
     def uncounted_tokens(self) -> float:
@@ -474,11 +468,11 @@ class FollowingMembership(Membership):
 
     def fail_together(self) -> AbstractContextManager[None]:
         """A context whose errors the first process hears of."""
-        return self._inside.fail_together()
+        return self._group.fail_together()
 
     def look(self) -> bool:
         """True if the first process says so, or a merge is to be looked at."""
-        self._call = self._inside.follow(Call.STEP, Call.IDLE).call
+        self._call = self._group.follow(Call.STEP, Call.IDLE).call
         return self._call is Call.STEP or bool(self._parameters.watch.merges)
 
     def advance(self) -> tuple[OuterStep, ...]:
@@ -488,7 +482,7 @@ class FollowingMembership(Membership):
 
     def finish(self, *, flush: bool, close: bool) -> tuple[OuterStep, ...]:
         """Serve the first process until the end; the arguments that it was given decide what is done."""
-        self._inside.follow(Call.FINISH)
+        self._group.follow(Call.FINISH)
         return self._follow()
 
     def reset_outer(self) -> None:
@@ -499,7 +493,7 @@ class FollowingMembership(Membership):
         """The first process's plain values, and this one's shards."""
         state = self.replica.state
         tensors = {kind: self._parameters.all_named(state.at_home(kind)) for kind in (OUTER, ERROR)}
-        return self._inside.share() | tensors
+        return self._group.follow(Call.SHARE).value | tensors
 
     def accepted(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         """A state of this run's model.
@@ -517,7 +511,7 @@ class FollowingMembership(Membership):
 
     def _follow(self) -> tuple[OuterStep, ...]:
         """Serve the first process until it is done with this step; returns the outer steps that it took."""
-        while (message := self._inside.follow(Call.THETA, Call.MERGE, Call.DONE)).call is not Call.DONE:
+        while (message := self._group.follow(Call.THETA, Call.MERGE, Call.DONE)).call is not Call.DONE:
             self._serve(message)
         self._report = msgspec.convert(message.value, Report)
         self.replica.number = self._report.replica

@@ -114,7 +114,7 @@ def device_lane(device: torch.device, sent_from: torch.device) -> DeviceLane:
 
 @dataclass(eq=False, kw_only=True)
 class Flight:
-    """This replica's outer gradient of a fragment as payloads, from their encoding to their end.
+    """An offer on its way: an outer gradient of this replica as payloads, from their encoding to their end.
 
     On a GPU, encoding may still be under way, and the payloads on their way to the host, until it is sealed.
     """

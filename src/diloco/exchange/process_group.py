@@ -486,6 +486,11 @@ class TorchGroup:
         dist.broadcast(values, dist.get_global_rank(self.group, 0), group=self.group)
         return values
 
+    def share(self, numbers: Sequence[int]) -> list[int]:
+        """The first process's whole numbers, up to 2^53; those of the others are as many, and are not used."""
+        together = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        return [int(number) for number in self.broadcast(together).tolist()]
+
     def reduce(self, values: Tensor, *, largest: bool = False) -> Tensor:
         """The sum of all processes' values, or the largest, element by element; a GPU is not waited for."""
         values = values.clone()

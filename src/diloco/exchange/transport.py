@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -164,6 +164,10 @@ class Group(Protocol):
         """The first process's values; those of the others have the same shape and dtype."""
         ...
 
+    def share(self, numbers: Sequence[int]) -> list[int]:
+        """The first process's whole numbers, up to 2^53; those of the others are as many, and are not used."""
+        ...
+
     def reduce(self, values: Tensor, *, largest: bool = False) -> Tensor:
         """The sum of all processes' values, or the largest, element by element; a GPU is not waited for."""
         ...
@@ -189,6 +193,10 @@ class OneProcess:
     def broadcast(self, values: Tensor) -> Tensor:
         """The values."""
         return values
+
+    def share(self, numbers: Sequence[int]) -> list[int]:
+        """The numbers."""
+        return list(numbers)
 
     def reduce(self, values: Tensor, *, largest: bool = False) -> Tensor:
         """The values."""

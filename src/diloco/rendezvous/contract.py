@@ -68,7 +68,7 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class Offer(Claim):
-    """An outer gradient that a replica offers to the others, until it is decided."""
+    """The facts of an offer, an outer gradient that a replica offers to the others, until it is decided."""
 
     fragment: int
     base: int

@@ -553,7 +553,8 @@ def open_batches(config: TrainConfig, world: World, corpus: TokenShards, *, afte
     num_windows, seed = corpus.num_windows(config.sequence_length), config.seed
     ranks = {"rank": world.reader, "num_ranks": world.num_readers}
     if (rendezvous := world.rendezvous) is not None:
-        slot, start = world.of_first(2, lambda: (rendezvous.slot, rendezvous.start))
+        has_joined = world.group.index == 0
+        slot, start = world.group.share((rendezvous.slot, rendezvous.start) if has_joined else (0, 0))
         windows = partial(
             SlotSampler(num_windows=num_windows, seed=seed).of_step,
             slot=slot,

@@ -86,7 +86,7 @@ class ElasticProgress:
 
     def __init__(self, engine: StreamingDiLoCo, world: World, *, num_tokens: int, own_tokens: int) -> None:
         assert world.rendezvous is not None, "replicas come and go"
-        self._engine, self._rendezvous, self._of_first = engine, world.rendezvous, world.of_first
+        self._engine, self._rendezvous, self._group = engine, world.rendezvous, world.group
         self._budget, self._own_tokens = num_tokens, own_tokens
         schedule = engine.settings.schedule
         self._most_steps = 2 * schedule.sync_every + schedule.overlap(0)
@@ -97,7 +97,8 @@ class ElasticProgress:
 
         The run is over once the budget is spent, here or by the word of another replica.
         """
-        tokens, next_tokens, is_over = self._of_first(3, lambda: self._read(step))
+        numbers = self._read(step) if self._group.index == 0 else (0, 0, 0)
+        tokens, next_tokens, is_over = self._group.share(numbers)
         return Standing(tokens, next_tokens, bool(is_over))
 
     def _read(self, step: int) -> tuple[int, int, bool]:

@@ -5,7 +5,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -304,14 +304,6 @@ class World:
     def name_of(self, replica: int) -> str:
         """The name of a replica in an outer step's cohort."""
         return str(replica) if self.rendezvous is None else self.rendezvous.state.members[replica].name
-
-    def of_first(self, num_numbers: int, read: Callable[[], Sequence[int]]) -> list[int]:
-        """Whole numbers, 0 to 2^53, that the first process of the replica reads; each of them must call it."""
-        numbers = [*read()] if self.rank == 0 else [0] * num_numbers
-        if self.group.size == 1:
-            return numbers
-        together = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        return [int(number) for number in self.group.broadcast(together).tolist()]
 
     def over_ranks(self, value: float) -> float:
         """The sum of a number over the processes of the replica; each of them must call it."""

@@ -9,30 +9,30 @@ import torch
 import torch.distributed as dist
 from tests.processes import run_replicas
 
-from diloco.engine.elastic_shards import Call, Inside
+from diloco.engine.elastic_shards import Call, LedGroup
 from diloco.errors import ExchangeError
 from diloco.exchange.process_group import group_like
 
 S = 3
 
 
-def inside() -> Inside:
+def led_group() -> LedGroup:
     group = dist.group.WORLD
     assert group is not None
-    return Inside(group_like(group, 20), 20)
+    return LedGroup(group_like(group, 20), 20)
 
 
 def exchange_vectors() -> list[float]:
     """The vectors of all, of lengths 0, 1 and 2, in the first process; and ten times their own in the others."""
-    ours = inside()
+    ours = led_group()
     own_n = torch.arange(ours.index) + 100.0 * ours.index
-    ours.together(Call.GATHER, 7)
+    ours.meet(Call.GATHER, 7)
     if not ours.is_first:
         ours.send(own_n, 0)
-        assert ours.share() == {"is": ["for", "all"]}
+        assert ours.follow(Call.SHARE).value == {"is": ["for", "all"]}
         return ours.receive(0, ours.index).tolist()
     received = [ours.receive(index, index) for index in range(1, S)]
-    ours.share({"is": ["for", "all"]})
+    ours.lead(Call.SHARE, value={"is": ["for", "all"]})
     for index, vector_n in enumerate(received, 1):
         ours.send(10 * vector_n, index)
     return torch.cat(received).tolist()
@@ -44,10 +44,10 @@ def test_vectors_and_values_go_to_the_first_process_and_back():
 
 def fail(who: int) -> tuple[str, float]:
     """One process fails while the first gathers; the end of each, and how long it took."""
-    ours, start = inside(), time.monotonic()
+    ours, start = led_group(), time.monotonic()
     try:
         with ours.fail_together():
-            ours.together(Call.GATHER)
+            ours.meet(Call.GATHER)
             if ours.index == who:
                 raise ValueError("no room")
             if ours.is_first:
@@ -70,8 +70,8 @@ def test_a_failure_reaches_every_process_with_its_reason(who: int):
 
 
 def be_killed(who: int) -> str:
-    ours = inside()
-    ours.together(Call.GATHER)
+    ours = led_group()
+    ours.meet(Call.GATHER)
     if ours.index == who:
         if ours.is_first:
             ours.receive(1, 1)  # so that the other's connections stand
@@ -92,7 +92,7 @@ def test_a_process_that_is_killed_ends_the_waits_of_the_others(who: int):
 
 
 def wait_in_vain() -> tuple[str, float]:
-    ours, start = inside(), time.monotonic()
+    ours, start = led_group(), time.monotonic()
     ours._timeout_seconds = 0.5
     if ours.is_first:
         return "", 0.0  # and its process stays
@@ -107,7 +107,7 @@ def test_a_wait_is_bounded():
 
 
 def do_different_things() -> str:
-    ours = inside()
+    ours = led_group()
     if ours.is_first:
         ours.lead(Call.FINISH)
         return ""
