@@ -15,6 +15,7 @@ from diloco.data.readers import Document
 from diloco.errors import UserError
 
 
+@pytest.mark.slow
 def test_stdlib_is_the_running_pythons():
     texts = {document.id: document.text for document in documents("stdlib")}
     root = Path(sysconfig.get_path("stdlib"))

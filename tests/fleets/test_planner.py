@@ -94,6 +94,7 @@ def test_a_fixed_group_by_hand():
     assert in_a_group(run).goodput == pytest.approx(kept / (1 + down))
 
 
+@pytest.mark.slow
 def test_more_budget_is_never_worse_and_more_time_never_dearer():
     # One machine at home takes 5.6 hours and 2.2 $, a rented one 2.2 hours and 3.3 $.
     losses = [best(task(budget_dollars=dollars, deadline_hours=1.5)).loss.value for dollars in (2.4, 3, 3.5, 9)]
@@ -266,6 +267,7 @@ def test_what_no_plan_keeps_is_said_with_what_would_do(file: Path, capsys: pytes
     assert "No other plan has less loss" in printed()
 
 
+@pytest.mark.slow
 def test_a_budget_that_would_do_keeps_the_deadline_by_simulation_too():
     # The cheapest plan in time by closed forms costs 2.2998 $, and is late by simulation.
     asked = task(replace(HOME, hours_between_failures=3), deadline_hours=0.74345, budget_dollars=2.3)

@@ -147,6 +147,7 @@ def test_ladder_counts_parameters_as_the_paper(scale, num_params):
     assert all(p.dim() in (1, 2) for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_persimmon_computes_the_same_function():
     transformers = pytest.importorskip("transformers")
     config = DecoderConfig(num_layers=3, num_heads=4, width=32, vocab_size=50)

@@ -153,6 +153,7 @@ def test_a_phone_shows_state_and_time_to_go_without_scrolling(sources, browser):
     server.close()
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_every_chart_is_drawn_on_every_screen(browser, tmp_path):
     file = tmp_path / "report.html"

@@ -182,6 +182,7 @@ def printed(wanted: LinkTask) -> tuple[str, dict[str, float]]:
     return sentence, {name: float(match[1]) for name, match in matches.items() if match is not None}
 
 
+@pytest.mark.slow
 def test_every_printed_number_is_rounded_to_where_it_is_still_enough():
     wanted = task(0.006, latency_seconds=0.0)
     sentence, numbers = printed(wanted)

@@ -1,6 +1,7 @@
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from tests.simulator.reference import paper_seconds
@@ -58,6 +59,7 @@ def test_a_run_equals_its_simulation_node_by_node(model, num_steps, gbit_s):
     np.testing.assert_allclose(model.compute_utilization(gbit_s, num_steps=num_steps), expected, rtol=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(models(), st.floats(0.5, 500))
 def test_the_steady_state_is_the_rate_of_a_long_run(model, gbit_s):

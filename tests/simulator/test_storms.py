@@ -34,6 +34,7 @@ def test_goodput_in_the_trainers_storms_is_within_three_points(row: dict[str, st
     assert mean(outcome.goodput for outcome in outcomes) == pytest.approx(measured, abs=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", rows("fleet_storm"), ids=lambda row: f"{float(row['faults_an_hour']):.0f} an hour")
 def test_goodput_and_send_to_decided_are_those_of_a_storm(row: dict[str, str], fleets: ModuleType) -> None:
     outcomes = fleets.simulate(row, num_seeds=24)  # which differ by 3 points

@@ -87,6 +87,7 @@ def run(request, tmp_path, small_corpus) -> Path:
     return config.directory
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of transformers
 def test_transformers_cuts_texts_as_training_did_and_writes_as_the_run(run, tmp_path, small_corpus):
     transformers = pytest.importorskip("transformers")

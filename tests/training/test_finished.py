@@ -38,6 +38,7 @@ def test_the_loss_of_the_outer_parameters_is_that_of_the_summary(finished_run):
     assert evaluated["eval_tokens"] == summary["eval_tokens"]
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_the_parameters_that_are_named(finished_run):
     config = read_config(finished_run)
     models = {which: run_parameters(finished_run, which)[0] for which in WHICH}

@@ -175,6 +175,7 @@ def test_adapters_are_exported_as_pefts_and_merged(runs, tmp_path, transformers)
         export_run(directory, "safetensors", tmp_path / "none", merged=True)
 
 
+@pytest.mark.slow
 def test_the_models_own_tokenizer_is_the_default(tmp_path):
     folder = write_config(tmp_path / "gpt2", vocab_size=270)
     asked = with_hugging_face(recipe("tiny"), str(folder))
