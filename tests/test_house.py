@@ -120,6 +120,9 @@ def is_module(name: str) -> bool:
 def test_every_room_is_in_the_list():
     present = {room(module_name(path)) for path in sources() if place(path) not in ENTRANCES}
     assert present <= set(ROOMS)
+    _, _, rest = (ROOT / "CONTRIBUTING.md").read_text().partition("## The rooms")
+    cells = re.findall(r"^\| (`.*?) \|", rest.partition("| question |")[0], re.MULTILINE)
+    assert re.findall(r"`(\w+)(?:/|\.py)`", " ".join(cells)) == ROOMS, "the table for contributors, in this order"
 
 
 def test_a_room_imports_only_from_rooms_above_it():

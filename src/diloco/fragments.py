@@ -24,7 +24,7 @@ Fragments = tuple[Fragment, ...]
 def strided(
     model: nn.Module, *, layers_per_fragment: int | None = None, blocks: str | Sequence[str] | None = None
 ) -> Fragments:
-    """Fragment b takes blocks b, b+B, b+2B, …, with B = ceil(L / layers_per_fragment) (arXiv 2501.18512, 3.1).
+    """Fragment b takes blocks b, b+B, b+2B, …, with B = ceil(L / layers_per_fragment) (arXiv 2501.18512, 2.1).
 
     Args:
         model: any module that holds its blocks in an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`.

@@ -67,7 +67,7 @@ class MethodSettings(Timing):
         return "fp32" if self.method == "data_parallel" else PRESETS[self.method].wire
 
     def layers(self, num_layers: int) -> tuple[range, ...]:
-        """The layers of each fragment, counted from 0 (arXiv 2501.18512, 3.1).
+        """The layers of each fragment, counted from 0 (arXiv 2501.18512, 2.1).
 
         Raises:
             UserError: if a fragment would hold more layers than the model has.

@@ -1,6 +1,6 @@
 """Floating-point codecs: fp32, bf16, fp16 without a scale; e4m3, e5m2, e2m1, e3m0 with one power of two per block.
 
-E3M0 is the paper's four bits (arXiv 2501.18512, section 3.3); E2M1 with blocks of 32 is MXFP4 (OCP Microscaling
+E3M0 is the paper's four bits (arXiv 2501.18512, section 2.3); E2M1 with blocks of 32 is MXFP4 (OCP Microscaling
 Formats, version 1.0). The classes with blocks are the reference, and what runs under stochastic rounding; else the
 same bits are made by kernels/native.c on a CPU and by kernels/triton_blocks.py on a GPU.
 

@@ -1,7 +1,7 @@
 """Sparse codecs: Top-K, SparseLoCo and PULSE keep large magnitudes; FedDropout and DARE keep a random subset.
 
-Figure 6 of arXiv 2501.18512 compares Top-K, FedDropout and DARE with low precision. Random masks are in section 4
-of arXiv 1610.05492; DARE is arXiv 2311.03099: drop each value with a probability, and rescale.
+Figure 6 of arXiv 2501.18512 compares Top-K, FedDropout and DARE with low precision. Random masks are arXiv
+1610.05492; DARE is arXiv 2311.03099: drop each value with a probability, and rescale.
 
 Shapes: N elements, k values that are sent, B blocks of K elements.
 """

@@ -403,7 +403,7 @@ def fragment_size(tier: Tier) -> Experiment:
 
 
 def freezing(tier: Tier) -> Experiment:
-    """Training only the fragment that is sent next, as FedPart does (arXiv 2410.21374)."""
+    """Training only the fragment that is sent next, as FedPart does (arXiv 2410.11559)."""
 
     runs = (LabelledRun({"frozen": name}, tier.run(freeze=name == "yes")) for name in ("no", "yes"))
 

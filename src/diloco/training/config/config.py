@@ -261,7 +261,7 @@ class DilocoConfig(DilocoSettings):
     """Outer step and exchange; data_parallel uses none of it."""
 
     freeze: bool = False
-    """Train no parameters but those of the fragment that is sent next (FedPart, arXiv 2410.21374)."""
+    """Train no parameters but those of the fragment that is sent next (FedPart, arXiv 2410.11559)."""
 
 
 @dataclass(frozen=True, kw_only=True)
