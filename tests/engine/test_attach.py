@@ -210,15 +210,27 @@ class StepsTwice:
         self.optimizer.step()
 
 
+class Skips(StepsTwice):
+    """A wrapper that skips every second step, as DeepSpeed's skip one whose gradients overflow."""
+
+    overflow = False
+
+    def step(self):
+        self.overflow = not self.overflow
+        if not self.overflow:
+            super().step()
+
+
 @pytest.mark.parametrize(
     ("optimizer_of", "num_counted"),
     [
         (lambda model: CallsSuper(model.parameters()), 8),
         (lambda model: Container([adamw(part) for part in model]), 8),
         (lambda model: StepsTwice(adamw(model)), 8),
+        (lambda model: Skips(adamw(model)), 8),
         (lambda model: Wrapper(Wrapper(adamw(model))), 2),  # every fourth step
     ],
-    ids=["calls super's", "container", "steps twice", "wrappers"],
+    ids=["calls super's", "container", "steps twice", "skips", "wrappers"],
 )
 def test_each_step_counts_once_while_the_engine_is_attached(optimizer_of, num_counted):
     adamw(linear()).step()  # torch puts hooks around a class's step when the first of that class is built

@@ -71,12 +71,13 @@ def train(
     for micro_step in range(72):
         inputs = torch.randn(8, 8, generator=data).to(DTYPES[dtype])
         loss = (model(inputs).squeeze(1) - inputs.sum(1)).float().square().mean()
-        model.backward(loss)
+        overflows = (number, micro_step, dtype) == (0, 20, "bf16")  # its site skips that step
+        model.backward(loss * torch.inf if overflows else loss)
         model.step()
         if not adapted and micro_step % 2:
             engine.step()
     engine.finish()
-    assert engine.num_steps == 36, "micro-steps do not count"
+    assert engine.num_steps == 36, "micro-steps do not count, and a step that is skipped does"
     outer = engine.outer_parameters()
     parameters = dict(model.module.named_parameters())
     for name, master in DeepSpeedMasters(model).read(tuple(parameters)).items():

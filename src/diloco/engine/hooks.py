@@ -26,7 +26,7 @@ class Attachment:
         count: the function.
         optimizer: a torch optimizer, or a wrapper that holds one as `optimizer`, or several as `optimizers`, of
             which the last counts. A step of a wrapper that is no Optimizer, such as DeepSpeed's, counts once,
-            however often it steps the inner one.
+            however often it steps the inner one; if the wrapper has `overflow`, a step that it skips, too.
         scaler: the GradScaler that steps it; None is the wrapper's own, where it has one.
         patience: steps of another optimizer of the same parameters, without one of this, after which to warn.
 
@@ -62,7 +62,8 @@ class Attachment:
         self._replaced: list[tuple[Any, object, object]] = []
         self._replace_step(self._optimizer, self._step_of_optimizer)
         for wrapper in wrappers:
-            self._replace_step(wrapper, self._step_of_wrapper)
+            around = functools.partial(self._step_of_wrapper, is_due=hasattr(wrapper, "overflow"))
+            self._replace_step(wrapper, around)
         if scaler is not None:
             self._replace_step(scaler, self._step_of_scaler)
         _ATTACHMENTS[id(self._optimizer)] = self
@@ -125,8 +126,8 @@ class Attachment:
         self._depth = 0  # an earlier step may have raised, and not counted down
         return step(*args, **kwargs)
 
-    def _step_of_wrapper(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._counted_once(functools.partial(step, *args, **kwargs), is_due=False)
+    def _step_of_wrapper(self, step: Callable[..., Any], *args: Any, is_due: bool, **kwargs: Any) -> Any:
+        return self._counted_once(functools.partial(step, *args, **kwargs), is_due=is_due)
 
     def _step_of_scaler(self, step: Callable[..., Any], optimizer: object, *args: Any, **kwargs: Any) -> Any:
         """The scaler's step: counted even if it skips the optimizer's, so that replicas stay in step."""
