@@ -66,6 +66,8 @@ def train(
         exchange=diloco.connect(replica=number // 2, num_replicas=2, leader=leader, timeout_seconds=20),
     )
     if adapted:
+        with pytest.raises(diloco.UserError, match="attach the DeepSpeedZeroOptimizer around it"):
+            engine.attach(model.optimizer.optimizer)
         engine.attach(model.optimizer)
     data = torch.Generator().manual_seed(number)
     for micro_step in range(72):

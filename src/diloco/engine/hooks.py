@@ -242,6 +242,22 @@ def check_trains(optimizers: Sequence[object], own: Mapping[str, Tensor]) -> Non
         )
 
 
+def check_wrapped(optimizers: Sequence[object], wrapper: object) -> None:
+    """Refuse an optimizer without the wrapper that steps it, maybe several times per inner step, or not at all.
+
+    Raises:
+        UserError: naming both.
+    """
+    for optimizer in optimizers:
+        if not any(each is wrapper for each in _unwrapped(optimizer)[1]):
+            raise UserError(
+                f"this {type(optimizer).__name__} is stepped once per group of its parameters, and not where "
+                f"gradients overflow: attach the {type(wrapper).__name__} around it, of which a step is an inner "
+                "step",
+                "optimizer",
+            )
+
+
 def _takes_hooks(optimizer: object) -> bool:
     """True for an Optimizer that has been initialised as one; some wrappers are not."""
     if not isinstance(optimizer, Optimizer):

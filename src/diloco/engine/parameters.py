@@ -45,7 +45,8 @@ class Masters(Protocol):
     """Access to weights that an optimizer updates in the place of the model's parameters; they are θ then.
 
     Every process of a replica calls both methods for the same parameters in the same order. An optimizer whose
-    parameters are not θ in training has a third one, `expose`, as in `ScheduleFreeMasters`.
+    parameters are not θ in training has a third one, `expose`, as in `ScheduleFreeMasters`. Where a wrapper's step
+    is the inner step, `wrapper` is it, as in `DeepSpeedMasters`.
     """
 
     def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
@@ -180,6 +181,11 @@ class FragmentParameters:
     def has_masters(self) -> bool:
         """True if the optimizer updates other weights, which are θ."""
         return self._masters is not None
+
+    @property
+    def wrapper(self) -> object | None:
+        """The wrapper whose step is the inner step, if the masters name one."""
+        return getattr(self._masters, "wrapper", None)
 
     def check_masters(self, trained: Iterable[Tensor] | None = None) -> None:
         """Refuse masters that are plain tensors, and of which a parameter is not the rounded value.

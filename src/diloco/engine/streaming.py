@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from diloco.auto import warning_of_frequent
 from diloco.engine.checkpoint import FORMAT
 from diloco.engine.fixed import FixedMembership
-from diloco.engine.hooks import Attachment, ModelLoads, check_trains, trained_by
+from diloco.engine.hooks import Attachment, ModelLoads, check_trains, check_wrapped, trained_by
 from diloco.engine.outer_state import OUTER
 from diloco.engine.parameters import FragmentParameters, Masters, gathered, is_sharded, local
 from diloco.engine.replica import Membership, Replica, device_lane, lack_of, outer_state
@@ -786,8 +786,11 @@ def check_optimizers(engine: StreamingDiLoCo, optimizers: Sequence[object]) -> N
     """Refuse optimizers of other parameters than the engine's; a warning names those that they train beside them.
 
     Raises:
-        UserError: if none trains a parameter that the engine exchanges, or one is no optimizer.
+        UserError: if none trains a parameter that the engine exchanges, or one is no optimizer, or lacks the
+            wrapper that the masters name.
     """
     parameters = engine._replica.parameters
     if not parameters.has_masters:  # else the optimizer may train these
         check_trains(optimizers, parameters.by_name)
+    elif parameters.wrapper is not None:
+        check_wrapped(optimizers, parameters.wrapper)

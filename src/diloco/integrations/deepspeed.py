@@ -34,6 +34,8 @@ class DeepSpeedMasters:
                 "DeepSpeed's ZeRO-3 leaves no process with whole parameters: set zero_optimization.stage to 1 or "
                 "2, or shard the model with fully_shard, which the engine knows"
             )
+        self.wrapper = model.optimizer
+        """The optimizer to attach: it steps the one inside once per group of parameters."""
         self._stage = stage
         self._parameters = dict(model.module.named_parameters())
 
