@@ -1,5 +1,7 @@
 """The names of torch that are not public, on the torch that runs the tests; torch 2.9 to 2.13 have them."""
 
+import io
+from copy import deepcopy
 from datetime import timedelta
 
 import torch
@@ -43,7 +45,7 @@ def test_a_shard_of_what_was_cut_before_says_so():
 
 
 def test_a_shard_in_other_memory_and_of_another_dtype_is_a_dtensor():
-    """DTensor._spec with a tensor_meta, and the constructor of DTensor; the mesh's device does not matter."""
+    """DTensor._spec with a tensor_meta, its _local_tensor, and its constructor; the device of the mesh is free."""
     place = f"tcp://127.0.0.1:{free_port()}"
     dist.init_process_group("gloo", init_method=place, rank=0, world_size=1)
     like = distribute_tensor(torch.zeros(3, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
@@ -53,4 +55,8 @@ def test_a_shard_in_other_memory_and_of_another_dtype_is_a_dtensor():
     assert made.placements == like.placements
     half = torch.ones(3, 2, dtype=torch.bfloat16)
     assert dtensor_like(half, like).to_local().data_ptr() == half.data_ptr()
+    file, later = io.BytesIO(), torch.arange(9.0)[3:].view(3, 2)  # at an offset in its storage
+    torch.save(deepcopy(dtensor_like(later, like)), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True).to_local().equal(later)
     dist.destroy_process_group()

@@ -50,4 +50,7 @@ def dtensor_like(part: Tensor, like: "DTensor") -> "DTensor":
     spec = copy(like._spec)
     assert spec.tensor_meta is not None, "the tensor exists"
     spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
-    return type(like)(part, spec, requires_grad=False)
+    # torch takes a wrapper with an offset in its storage for one that has memory, and can't copy or pickle it.
+    whole = type(like)(part.new_empty(()).expand(part.shape), spec, requires_grad=False)
+    whole._local_tensor = part
+    return whole
