@@ -15,6 +15,7 @@ from tests.ports import free_port
 from tests.processes import run_replicas
 
 import diloco
+from diloco.auto import chosen
 from diloco.engine.parameters import gathered
 from diloco.outer.digest import parameters_hash
 
@@ -182,7 +183,7 @@ def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
 
     meet_at(ports[1])
     os.environ["MASTER_PORT"] = str(free_port())
-    trainer = trainer_of(folder)
+    trainer = trainer_of(folder, "--checkpoint.async_mode=async")
     trainer.train()
     engine = trainer.engine
 
@@ -238,9 +239,12 @@ def train_one_of_two(folder: str, replica: int, rank: int, ports: list[int]) -> 
         return results
     os.environ["DILOCO_NUM_REPLICAS"] = "1"  # of two processes
     flags = ["--parallelism.tensor_parallel_degree=2", "--checkpoint.no-enable", "--validator.no-enable"]
+    flags += ["--diloco.outer=auto"]
     tensor_parallel = trainer_of(folder, *flags, "--training.global_batch_size=2", "--training.steps=5")
     untrained = tensor_parallel.engine.outer_hash()
     tensor_parallel.train()
+    rule = tensor_parallel.engine.settings.outer
+    assert (rule.lr, rule.momentum) == chosen(5 // 4, 1, 4, 0.5), "by training.steps"
     return results | {"tensor_parallel": [untrained, tensor_parallel.engine.outer_hash()]}
 
 

@@ -10,14 +10,14 @@ from typing import Any, cast
 
 from torch import nn
 
+from diloco.auto import AUTO
 from diloco.engine.streaming import StreamingDiLoCo, check_optimizers
 from diloco.errors import UserError
 from diloco.exchange.connect import connect
 from diloco.exchange.transport import agree
 from diloco.files import requiring
 from diloco.fragments import Fragments, sequential, strided, whole
-from diloco.outer.rules import rules_of
-from diloco.presets import PRESETS, DilocoSettings
+from diloco.presets import DilocoSettings
 
 with requiring("torchtitan", extra="torchtitan"):
     from torchtitan.components.checkpointer import DATALOADER
@@ -90,20 +90,21 @@ class DiLoCoTrainer(Trainer):
 
     def build_engine(self, model: nn.Module) -> StreamingDiLoCo:
         """The engine of the section `diloco`; override it for what a config can't say."""
-        settings = self._settings
+        settings = self._settings.of_method("streaming_overlapped_fp4")
         fragments = _fragments(model, settings)
-        outer, mixing = rules_of(settings.of_method("streaming_overlapped_fp4"))
+        assert settings.wire is not None, "it is the method's"
         return StreamingDiLoCo(
             model,
             fragments=fragments,
-            schedule=settings.schedule(len(fragments)),
+            schedule=self._settings.schedule(len(fragments)),  # τ is not the method's
             exchange=self._exchange,
-            outer=outer,
-            mixing=mixing,
-            wire=settings.wire or _METHOD.wire,
+            outer=settings.outer_rule,
+            mixing=settings.merge_rule,
+            wire=settings.wire,
             combine=settings.combine,
             error_feedback=settings.error_feedback,
             offload=settings.offload,
+            num_steps=self.config.training.steps if settings.outer_rule == AUTO else None,
         )
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
@@ -166,9 +167,6 @@ def with_diloco(config: Trainer.Config, settings: DiLoCo) -> DiLoCoTrainer.Confi
         )
     own = {field.name: getattr(config, field.name) for field in fields(config)}
     return DiLoCoTrainer.Config(**own, diloco=settings)
-
-
-_METHOD = PRESETS["streaming_overlapped_fp4"]
 
 
 def _fragments(model: nn.Module, settings: DiLoCo) -> Fragments:
