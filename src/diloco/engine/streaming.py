@@ -380,7 +380,7 @@ class StreamingDiLoCo:
         - `last_heard_seconds/replica_1`, …: seconds since a message of each other replica was last taken. Both
           are known to the processes that exchange with other replicas.
 
-        Every process of a sharded replica must call it, between steps.
+        Every process of a sharded replica, and of one under DeepSpeed, must call it, between steps.
 
         Args:
             computed: with those that are computed now; without them, any process and thread may call it at any
