@@ -110,6 +110,10 @@ def take_the_common_one() -> list[Any]:
         return common_checkpoint(exchange)
 
     results = [taken(*((3, 6, 9), (3, 6))[replica]), taken(*((3,), ())[replica]), taken()]
+    with pytest.raises(
+        diloco.UserError, match=r"kept no .* same step: theirs are of \[\[6\], \[3\]\]; raise num_to"
+    ):
+        taken(*((6,), (3,))[replica])
     ray.train.get_all_reported_checkpoints = lambda: [SimpleNamespace(checkpoint="at 3", metrics={"loss": 1.0})]
     with pytest.raises(diloco.UserError, match=r"report .*num_steps.* with each checkpoint"):
         common_checkpoint(exchange)
