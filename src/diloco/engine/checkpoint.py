@@ -191,14 +191,17 @@ def loadable(replica: Replica, transport: Transport, state: object) -> tuple[dic
         accepted, unfrozen = _accepted(replica, transport.num_replicas, state)
     except UserError as error:
         refusal = str(error)
-    steps = "number of this engine's inner steps at load_state_dict()"
+    steps, loaded = "number of this engine's inner steps at load_state_dict()", "step of the loaded state"
     facts = {
         steps: replica.num_steps,
-        "step of the loaded state": accepted.get("num_steps"),
+        loaded: accepted.get("num_steps"),
         "in flight in the loaded state (fragment, round, step)": accepted.get("in_flight"),
     }
     with replica.fail_together():
-        remedies = {steps: "go back after the same step on all replicas, or load into new engines"}
+        remedies = {
+            steps: "go back after the same step on all replicas, or load into new engines",
+            loaded: "load the states of the newest step of which each replica has one",
+        }
         agree_or_refuse(transport, {"why the state can't be loaded": refusal} | facts, refusal, remedies=remedies)
         _compare_runs(replica, transport, accepted)
     return accepted, unfrozen
