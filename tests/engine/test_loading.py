@@ -73,7 +73,9 @@ def test_a_load_after_different_steps_is_refused(refusals):
 
 def test_states_of_different_steps_are_refused(refusals):
     for heard in refusals:
-        steps = "step of the loaded state: replica 0 has 7, replica 1 has 8; load the states of the newest step of"
+        steps = (
+            "step of the loaded state: replica 0 has 7, replica 1 has 8; load states of one step on all replicas"
+        )
         assert steps in heard["other steps"]
 
 

@@ -192,17 +192,20 @@ def loadable(replica: Replica, transport: Transport, state: object) -> tuple[dic
     except UserError as error:
         refusal = str(error)
     steps, loaded = "number of this engine's inner steps at load_state_dict()", "step of the loaded state"
+    reason = "why the state can't be loaded"
     facts = {
         steps: replica.num_steps,
         loaded: accepted.get("num_steps"),
         "in flight in the loaded state (fragment, round, step)": accepted.get("in_flight"),
     }
     with replica.fail_together():
+        same = "load states of one step on all replicas, of the newest of which each has one, or on none"
         remedies = {
             steps: "go back after the same step on all replicas, or load into new engines",
-            loaded: "load the states of the newest step of which each replica has one",
+            reason: same,
+            loaded: same,
         }
-        agree_or_refuse(transport, {"why the state can't be loaded": refusal} | facts, refusal, remedies=remedies)
+        agree_or_refuse(transport, {reason: refusal} | facts, refusal, remedies=remedies)
         _compare_runs(replica, transport, accepted)
     return accepted, unfrozen
 
