@@ -56,9 +56,10 @@ def train(
 
     meet_at(port)
     model = deepspeed_model(stage, dtype)
+    trained = model if leader else model.module
     engine = diloco.StreamingDiLoCo(
-        model.module,
-        fragments=diloco.whole(model.module),
+        trained,
+        fragments=diloco.whole(trained),
         schedule=diloco.Schedule(sync_every=6, num_fragments=1),
         mixing=0.0,
         wire="fp32",
@@ -81,7 +82,7 @@ def train(
     engine.finish()
     assert engine.num_steps == 36, "micro-steps do not count, and a step that is skipped does"
     outer = engine.outer_parameters()
-    parameters = dict(model.module.named_parameters())
+    parameters = dict(trained.named_parameters())
     for name, master in DeepSpeedMasters(model).read(tuple(parameters)).items():
         assert torch.equal(master, outer[name]), "the masters are Θ to the last bit"
         assert torch.equal(parameters[name], outer[name].to(DTYPES[dtype]))

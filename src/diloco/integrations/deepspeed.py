@@ -22,7 +22,7 @@ class DeepSpeedMasters:
         engine.attach(optimizer)
 
     Args:
-        model: what `deepspeed.initialize` returned; build the engine on its `module`, after that.
+        model: what `deepspeed.initialize` returned; build the engine on it, or on its `module`, after that.
 
     Raises:
         UserError: under ZeRO-3, which cuts the parameters themselves.
@@ -37,7 +37,7 @@ class DeepSpeedMasters:
         self.wrapper = model.optimizer
         """The optimizer to attach: it steps the one inside once per group of parameters."""
         self._stage = stage
-        self._parameters = dict(model.module.named_parameters())
+        self._parameters = dict(model.named_parameters()) | dict(model.module.named_parameters())
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Copies of whole masters, the same on all processes of the replica.
