@@ -12,6 +12,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -117,6 +118,20 @@ def test_wandb_has_one_run_a_replica_in_one_group(tmp_path):
             content = part.read_bytes()
             assert f"run-replica-{replica}".encode() in content, "the run's name, which begins with its group's"
             assert b"engine/codec_error" in content and b"model.width" in content
+
+
+def test_training_goes_on_where_wandbs_process_has_ended(monkeypatch, tmp_path):
+    def ended(*_: object, **__: object) -> None:
+        raise ConnectionResetError("Connection lost")
+
+    run = SimpleNamespace(id="1", log=ended, finish=ended)
+    wandb = SimpleNamespace(init=lambda **_: run, Settings=SimpleNamespace, Error=OSError)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    kept = tracker("wandb", run="run", replica=0, hparams={}, directory=tmp_path)
+    with pytest.warns(UserWarning, match="wandb has lost the rest of the curves: Connection lost"):
+        kept.log({"loss": 1.0}, 1)
+    kept.log({"loss": 0.5}, 2)  # a second warning would be an error
+    kept.close()
 
 
 @pytest.mark.slow

@@ -131,14 +131,25 @@ class WeightsAndBiases:
                 "trackers",
             ) from error
         _keep_id(id_file, self._run.id)
+        self._is_lost = False
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Queue the numbers of a step; steps that an earlier part of the run has sent already are left out."""
-        self._run.log(dict(values), step=step)
+        self._ask(self._run.log, dict(values), step=step)
 
     def close(self) -> None:
         """Wait for the upload, 10 minutes at the most; what is left stays on disk for `wandb sync`."""
-        self._run.finish()
+        self._ask(self._run.finish)
+
+    def _ask(self, request: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        """Make a request of wandb's own process, whose end is no end of training."""
+        if self._is_lost:
+            return
+        try:
+            request(*arguments, **options)
+        except Exception as error:  # of any class
+            self._is_lost = True
+            warnings.warn(f"wandb has lost the rest of the curves: {_first_line(error)}", stacklevel=3)
 
 
 class MLflow:
