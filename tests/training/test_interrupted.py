@@ -9,8 +9,10 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +46,7 @@ from diloco.errors import ExchangeError, Stopped
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.log.entries import Leave
 from diloco.rendezvous.replay import replayed
-from diloco.training import stopping
+from diloco.training import loop, stopping
 from diloco.training.config.config import CheckpointConfig, DilocoConfig, TrainConfig
 from diloco.training.config.resolve import resolved
 from diloco.training.loop import train
@@ -143,6 +145,33 @@ def test_one_process_is_told_and_all_save_the_same_step(config, tmp_path, change
         assert [(line["step"], line["loss"]) for line in whole] == [
             (line["step"], line["loss"]) for line in resumed
         ]
+
+
+def stop_and_end_beside_a_tracker_that_waits(config: TrainConfig) -> list[bool]:
+    """True per stop and end at which the first replica's tracker saw the other replica end."""
+    rank, answers = be_process(config, "stopped"), list[bool]()
+
+    def close() -> None:
+        ended, deadline = config.runs / f"ended-{len(answers)}", time.monotonic() + 30
+        while rank == 0 and not ended.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        answers.append(rank > 0 or ended.exists())
+
+    loop.tracker = lambda *_, **__: SimpleNamespace(log=lambda *_: None, close=close)
+    with suppress(Stopped):
+        train(config, on_step=lambda step: rank == step.step - 9 == 0 and signal.raise_signal(signal.SIGTERM))
+    if rank == 1:
+        (config.runs / "ended-0").touch()
+    be_process(config, "again")
+    train(config, resume=True)
+    if rank == 1:
+        (config.runs / "ended-1").touch()
+    return answers
+
+
+def test_a_tracker_that_waits_for_its_server_keeps_no_other_replica_from_its_end(config, tmp_path):
+    run = replace(config, runs=tmp_path, timeout_seconds=10.0, trackers=("tensorboard",))
+    assert run_replicas(stop_and_end_beside_a_tracker_that_waits, 2, run, joined=False) == [[True, True]] * 2
 
 
 def losses(run: Path, replica: int) -> list[tuple[int, float, float | None]]:

@@ -417,22 +417,22 @@ class _Run:
         if step != self.saved_step:
             self.save(drops_old=False)  # if another replica can't save the step, all still share an earlier one
         self.checkpoints.wait()
-        if self.log is not None:
-            self.log.close()
         stop.wait_until_saved(step, seconds=self.config.timeout_seconds)
+        if self.log is not None:
+            self.log.close()  # when nobody waits for this process: a tracker may wait for its server
         saved = f"step {step} is saved" if is_alone else f"every replica has saved step {step}"
         raise stop.stopped(saved if step else "there is no step to save yet")
 
     def conclude(self) -> Outcome | None:
         """Wait for the last checkpoint, leave the run, evaluate, and sum up in the first process."""
         self.checkpoints.wait()
-        if self.log is not None:
-            self.log.close()
         if self.world.rendezvous is not None:
             self.world.rendezvous.leave()
         publish_last = None if self.publisher is None else self.publisher.finish()
         loss = evaluate(self.state, self.world, self.held_out, together=True)
         outcome = conclude(self.state, self.config, self.world, loss, self._means())
+        if self.log is not None:
+            self.log.close()  # when nobody waits for this process: a tracker may wait for its server
         if outcome is not None and outcome.summary.get("closed") is False:
             raise ExchangeError(
                 f"the run was not closed within {self.config.timeout_seconds:g} s: {SUMMARY_FILE} and "
