@@ -238,6 +238,19 @@ def test_a_scrape_shows_steps_bytes_seconds_and_the_age_of_each_peer():
         assert 0 <= last[f"diloco_lateness_seconds{other}"] < 30
 
 
+def test_counters_begin_at_zero_so_that_a_resume_is_no_increase():
+    pytest.importorskip("prometheus_client")
+    from diloco.integrations.prometheus import MetricsServer
+
+    counters = {"num_steps": 40.0, "bytes_sent": 900.0, "blocked_seconds": 5.0}
+    server = MetricsServer(SimpleNamespace(logs=lambda **_: dict(counters)), 0, replica=1)
+    counters |= {"num_steps": 41.0, "bytes_sent": 1000.0}
+    own, page = '{replica="1"}', scrape(server.port)
+    server.close()
+    assert page[f"diloco_last_step{own}"] == 41
+    assert page[f"diloco_bytes_sent_total{own}"] == 100 and page[f"diloco_blocked_seconds_total{own}"] == 0
+
+
 def test_a_port_in_use_is_refused():
     pytest.importorskip("prometheus_client")
     from diloco.integrations.prometheus import MetricsServer

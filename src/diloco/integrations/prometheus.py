@@ -23,8 +23,9 @@ class Counting(Protocol):
 class MetricsServer:
     """A server in a thread of its own, which reads the counters when it is asked for them.
 
-    A scrape shows each counter under its name, such as `diloco_bytes_sent_total`, the step as `diloco_last_step`,
-    and with the label `other_replica` the gauges `diloco_last_heard_seconds` (since a message of that replica was
+    A scrape shows each counter, such as `diloco_bytes_sent_total`, since the server's start: Prometheus takes a
+    counter that has fallen, as at a resume, for one that began at 0. The step is `diloco_last_step`, and with the
+    label `other_replica` there are the gauges `diloco_last_heard_seconds` (since a message of that replica was
     taken) and `diloco_lateness_seconds` (how long the last wait for it took). Every sample has this replica as the
     label `replica`.
 
@@ -76,6 +77,7 @@ class _EngineCollector(Collector):
 
     def __init__(self, engine: Counting, replica: str) -> None:
         self._engine, self._replica = engine, replica
+        self._before = engine.logs(computed=False)
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """The families of all counters, and one for each fact about the other replicas."""
@@ -89,7 +91,8 @@ class _EngineCollector(Collector):
             elif name.startswith("exchange_"):
                 yield self._family(GaugeMetricFamily, name, "Mbit/s of the last exchange", {(): value})
             else:
-                yield self._family(CounterMetricFamily, name, f"{name.replace('_', ' ')} so far", {(): value})
+                since = {(): value - self._before.get(name, 0.0)}
+                yield self._family(CounterMetricFamily, name, f"{name.replace('_', ' ')} so far", since)
         for kind, by_other in others.items():
             yield self._family(GaugeMetricFamily, kind, _MEANINGS[kind], by_other, "other_replica")
 
