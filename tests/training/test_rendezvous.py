@@ -180,6 +180,14 @@ def test_a_run_ends_though_replicas_come_and_go(eventful):
         assert step == counted // eventful.tokens_per_step == run_parameters(eventful.rendezvous, "outer")[1]
 
 
+def test_one_of_the_replicas_has_no_average_of_all(eventful):
+    with pytest.raises(
+        UserError, match=r"parameters=average: .*/a holds one of the replicas that meet in"
+    ) as error:
+        run_parameters(eventful.runs / "a", "average")
+    assert error.value.fields == ("parameters",)
+
+
 def test_a_summary_tells_the_tokens_per_second_of_its_replica_and_of_the_run(eventful):
     for name, batch in (("a", 4), ("b", 2)):
         total = summary(eventful.runs / name)

@@ -52,6 +52,12 @@ def run_parameters(
                 )
         return store_parameters(str(source))
     config = read_config(run_directory(source))
+    if parameters == "average" and config.rendezvous is not None:
+        raise UserError(
+            f"parameters={parameters}: {config.directory} holds one of the replicas that meet in "
+            f"{config.rendezvous}: take outer, or replica",
+            "parameters",
+        )
     check_sizes(config, here=True)
     model = config.model.build(seed=config.seed)
     exported, outer = config.directory / OUTER_FILE, _OWN if config.method == "data_parallel" else _OUTER
