@@ -37,6 +37,8 @@ train tiny --max-steps 9                           => in tokens: --num-tokens 46
 train tiny --training.steps 9                      => unknown flag --training.steps: the length of a run
 train tiny --per_device_train_batch_size 4         => did you mean --micro-batch?
 train gpt2                                         => diloco train has no 'gpt2': choose one of laptop, tiny, 35m
+train tiny --data.train text.jsonl --data.train short.txt => after one: --data.train text.jsonl short.txt
+follow place --to x --notify=vllm:http://a --notify vllm:http://b => --notify stands twice: write its values after
 train tiny --device gpu                            => --device takes one of 'auto', 'cpu', 'cuda', 'mps', not 'gpu'
 simulate bandwith                                  => diloco simulate has no 'bandwith': did you mean bandwidth?
 generate run Hello                                 => 'Hello' is not expected here: type --prompt Hello

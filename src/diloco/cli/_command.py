@@ -82,6 +82,7 @@ def parsed(kind: Callable[..., Any], arguments: Sequence[str], *, prog: str, **o
         SystemExit: after help.
     """
     arguments = _whole_names(kind, arguments)
+    _check_lists(kind, arguments)
     plain = _with_plain_numbers(kind, arguments, prog)
     try:
         with redirect_stderr(io.StringIO()), styled():
@@ -103,6 +104,17 @@ def _whole_names(kind: Callable[..., Any], arguments: Sequence[str]) -> list[str
         is_section = name.startswith("--") and f"{field_of(name)}.name" in own - {field_of(name)}
         words.append(f"{name}.name{equals}{value}" if is_section else word)
     return words
+
+
+def _check_lists(kind: Callable[..., Any], arguments: Sequence[str]) -> None:
+    """Refuse a list in two parts, of which tyro would leave the first one out."""
+    many = {argument.name for argument in arguments_of(kind) if argument.takes_many}
+    given = dict[str, list[str]]()
+    for word, values in _by_flag(arguments)[1]:
+        if (name := field_of(word)) in given and name in many:
+            whole = shlex.join([word, *given[name], *values])
+            raise UserError(f"{word} stands twice: write its values after one: {whole}")
+        given[name] = values
 
 
 def _with_plain_numbers(kind: Callable[..., Any], arguments: Sequence[str], prog: str) -> list[str]:
@@ -385,6 +397,7 @@ def arguments_of(command: Callable[..., Any]) -> Iterator[Argument]:
             metavar = next((extra.metavar for extra in extras if getattr(extra, "metavar", None)), None)
             is_flag = _POSITIONAL not in extras
             reader = next((extra for extra in extras if isinstance(extra, Reader)), None)
+            kind = get_args(kind)[0] if _APPENDED in extras else kind  # of each time that it stands
             yield Argument(
                 name=named, kind=kind, is_flag=is_flag, is_required=is_required, metavar=metavar, reader=reader
             )
@@ -395,7 +408,9 @@ def fields_of(command: Callable[..., Any]) -> Iterator[str]:
     return (argument.name for argument in arguments_of(command) if argument.is_flag)
 
 
-_POSITIONAL, _SUPPRESSED = (get_args(marker[str])[1] for marker in (tyro.conf.Positional, tyro.conf.Suppress))
+_POSITIONAL, _SUPPRESSED, _APPENDED = (
+    get_args(marker[str])[1] for marker in (tyro.conf.Positional, tyro.conf.Suppress, tyro.conf.UseAppendAction)
+)
 
 
 def field_of(flag: str) -> str:
