@@ -192,6 +192,21 @@ def test_diloco_follow_goes_on_after_a_version_that_a_server_did_not_load(servin
     assert output.err.count("answered 401 (no)") == 2 and "(no): the next version is tried" in output.err
 
 
+def test_a_server_loads_though_another_one_refuses(serving, tmp_path):
+    with diloco.Publisher(str(tmp_path / "place")) as publisher:
+        publisher.publish({"weight": torch.full((3,), 7.0)}, step=1)
+    with Serving() as other:
+        other.faults = {"/update_weights_from_disk": [(401, b"no")]}
+        thread = threading.Thread(target=other.serve_forever, args=(0.01,))
+        thread.start()
+        servers = [f"sglang:{other.url}", f"vllm:{serving.url}"]
+        with pytest.raises(SystemExit, match="1"):
+            main(["follow", str(tmp_path / "place"), "--to", str(tmp_path / "to"), "--once", "--notify", *servers])
+        other.shutdown()
+        thread.join()
+    assert serving.weights["weight"].tolist() == [7] * 3 and not serving.paused
+
+
 REFUSALS: list[tuple[str, str, tuple[int, Any], str]] = [
     (
         "sglang",

@@ -1,6 +1,7 @@
 """`diloco follow`: keep a directory current with the versions that somebody publishes."""
 
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -61,11 +62,22 @@ def _follow(
 
 
 def _load(servers: list[InferenceServer], directory: Path, number: int, once: bool) -> None:
-    for server in servers:
+    """Let all servers load a version at the same time: the others do not wait for one that does not answer."""
+    errors = list[ServerError]()
+
+    def load(server: InferenceServer) -> None:
         try:
             server.load(directory, number)
             print(f"version {number}: loaded by {server.url}", flush=True)
         except ServerError as error:
-            if once:
-                raise
-            print(f"{error}: the next version is tried", file=sys.stderr, flush=True)
+            errors.append(error)
+            if not once:
+                print(f"{error}: the next version is tried", file=sys.stderr, flush=True)
+
+    threads = [threading.Thread(target=load, args=(server,), daemon=True) for server in servers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if once and errors:
+        raise errors.pop()  # a list in which it stays would keep alive what the frames here hold
