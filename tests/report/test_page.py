@@ -207,6 +207,15 @@ def test_a_run_that_sends_more_than_data_parallel_does_not_say_fewer(finished_ru
     assert fact in section.facts["Data-Parallel"]
 
 
+def test_no_command_is_shown_of_a_run_whose_schedule_was_changed_on_its_way(finished_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run, ignore=shutil.ignore_patterns("checkpoints"))
+    config = json.loads((run / "config.json").read_text())
+    config["optimizer"] |= {"start_step": 60, "start_rate": 2e-4}
+    (run / "config.json").write_text(json.dumps(config))
+    assert "command" not in reported(tmp_path, run)["sections"][0]["setup"]
+
+
 def test_texts_that_the_model_wrote_are_shown_as_they_are(finished_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished_run, run, ignore=shutil.ignore_patterns("checkpoints"))

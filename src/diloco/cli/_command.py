@@ -473,6 +473,8 @@ def train_command(directory: Path) -> str:
         return ""
     if config.recipe not in RECIPES or type(config.model) is not type(recipe(config.recipe).model):
         return ""
+    if config.optimizer.start_step:  # the schedule has changed since
+        return ""
     words = changes(config)
     words.pop("runs", None)
     if config.data.prepared is not None and config.data.prepared.parent == config.data.cache.absolute():
