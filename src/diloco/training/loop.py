@@ -417,9 +417,9 @@ class _Run:
         if step != self.saved_step:
             self.save(drops_old=False)  # if another replica can't save the step, all still share an earlier one
         self.checkpoints.wait()
-        stop.wait_until_saved(step, seconds=self.config.timeout_seconds)
         if self.log is not None:
-            self.log.close()  # when nobody waits for this process: a tracker may wait for its server
+            self.log.close()
+        stop.wait_until_saved(step, seconds=self.config.timeout_seconds)
         saved = f"step {step} is saved" if is_alone else f"every replica has saved step {step}"
         raise stop.stopped(saved if step else "there is no step to save yet")
 
