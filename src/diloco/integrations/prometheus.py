@@ -91,7 +91,7 @@ class _EngineCollector(Collector):
             elif name.startswith("exchange_"):
                 yield self._family(GaugeMetricFamily, name, "Mbit/s of the last exchange", {(): value})
             else:
-                since = {(): value - self._before.get(name, 0.0)}
+                since: dict[tuple[str, ...], float] = {(): value - self._before.get(name, 0.0)}
                 yield self._family(CounterMetricFamily, name, f"{name.replace('_', ' ')} so far", since)
         for kind, by_other in others.items():
             yield self._family(GaugeMetricFamily, kind, _MEANINGS[kind], by_other, "other_replica")
