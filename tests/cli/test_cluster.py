@@ -7,7 +7,6 @@ import re
 import shlex
 from dataclasses import dataclass, replace
 from functools import wraps
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ from diloco.experiments.papers import EXPERIMENTS, experiment
 from diloco.experiments.papers.tiers import TIERS, with_vocabulary
 from diloco.experiments.runner.grid import run_name
 from diloco.training.config.config import OptimizerConfig, TrainConfig
-from diloco.training.config.forecast import device_bytes, fitted
+from diloco.training.config.forecast import device_bytes
 from diloco.training.config.recipes import recipe
 
 # Table 3 of each paper: layers, width, tokens.
@@ -156,21 +155,6 @@ def _check_launch(launch, config):
     assert (nodes > 1) == ("--node-rank" in flags and "--master-addr" in flags)
     tokenizer = replace(config, data=DataConfig(tokenizer="bpe:32000"))
     assert device_bytes(with_vocabulary(tokenizer)) <= 72e9
-
-
-def test_the_page_names_shards_and_passes_that_fit():
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "configure-a-run.md").read_text()
-    table = re.findall(r"^\| (`.*) \| (\d+), (\d+) \| (\d+), (\d+) \|$", page, re.MULTILINE)
-    assert len(table) == 8
-    for names, *numbers in table:
-        data_parallel, diloco = zip(*[map(int, numbers)] * 2, strict=True)
-        for name, (method, cell) in itertools.product(
-            re.findall(r"[\w.]+", names), {"data_parallel": data_parallel, "diloco": diloco}.items()
-        ):
-            asked = replace(recipe(name, method=method, num_replicas=2), data=DataConfig(tokenizer="bpe:32768"))
-            chosen = fitted(with_vocabulary(asked), 80e9)
-            passes = chosen.micro_batch or chosen.process_batch
-            assert (chosen.shards_per_replica, passes) == cell, (name, method)
 
 
 def check_against_the_papers(commands):

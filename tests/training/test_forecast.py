@@ -131,9 +131,8 @@ def test_the_page_shows_what_fits_into_80_gb(pytestconfig):
     rows = [(scale, numbers) for names, *numbers in lines for scale in re.findall(r"`([\w.]+)`", names)]
     assert [scale for scale, _ in rows] == list(PAPER_RECIPES)
     for scale, numbers in rows:
-        config = recipe(scale)
-        config = replace(config, model=replace(config.model, vocab_size=32_768))
-        fits = [fitted(replace(config, method=method), 80 * GB) for method in (*METHODS, "diloco")]
+        asked = [recipe(scale, method=method) for method in (*METHODS, "diloco")]
+        fits = [fitted(replace(one, model=replace(one.model, vocab_size=32_768)), 80 * GB) for one in asked]
         chosen = [(one.shards_per_replica, one.micro_batch or one.process_batch) for one in fits]
         assert chosen[1] == chosen[2]
         assert [*map(str, chain(*chosen[:2]))] == numbers
