@@ -31,6 +31,8 @@ from diloco.outer.digest import parameters_hash
 from diloco.outer.nesterov import DelayedNesterov
 from diloco.rendezvous.log.entries import Leave
 from diloco.rendezvous.replay import replayed as checked
+from diloco.rendezvous.status import Look, RunStatus
+from diloco.training import bridge as bridges
 from diloco.training.bridge import Bridge, ClosedRegion, Region, asked, num_shifts, run_bridge
 from diloco.training.bridge import _replica as replica_of
 from diloco.training.config.config import CheckpointConfig, DilocoConfig, ElasticConfig, TrainConfig
@@ -314,6 +316,29 @@ def test_a_region_that_ended_before_its_bridge_was_started_is_sent(tmp_path: Pat
     check_conserved(bridge, tmp_path)
     assert min(bridge.outer.rounds) == 1 and "is lost" not in caplog.text
     bridge.outer.rendezvous.leave()
+
+
+def test_a_region_that_ends_while_its_bridge_starts_is_over_for_it(tmp_path, small_corpus, monkeypatch) -> None:
+    region, outer = str(tmp_path / "eu"), str(tmp_path / "outer")
+    elastic = ElasticConfig(bridge="eu-bridge")
+    config = quick_config(tmp_path, small_corpus, num_replicas=1, name="a", rendezvous=region, elastic=elastic)
+
+    class LookBefore(Look):
+        """The region as it was just before it ended."""
+
+        def again(self) -> RunStatus:
+            status = super().again()
+            if not status.finished:
+                replica.finish(flush=False, close=True)
+                rendezvous.leave()
+            return status
+
+    monkeypatch.setattr(bridges, "Look", LookBefore)
+    with rendezvous_of(config) as rendezvous:
+        replica = ElasticMembership(replica_of(config.diloco, config), rendezvous)
+        run_bridge(replace(asked(region, outer), num_replicas=1, runs=tmp_path / "runs", timeout_seconds=20.0))
+    (member,) = checked(outer, initial=initial_parameters).state.members
+    assert member.name == "eu-bridge" and member.left
 
 
 def test_the_rounds_of_a_replica_that_had_the_slot_before_are_no_shifts() -> None:

@@ -41,7 +41,7 @@ from diloco.files import make_directory, reading, requiring, write_atomically
 from diloco.outer.merge import MergeRule
 from diloco.outer.step import OuterStep
 from diloco.rendezvous.contract import Decision, Rendezvous
-from diloco.rendezvous.log.entries import Create
+from diloco.rendezvous.log.entries import Create, LogError
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.replay import Replay, replayed
 from diloco.rendezvous.status import Look
@@ -476,15 +476,22 @@ def _region(
     config: BridgeConfig, own: TrainConfig, create: Create, parameters: FragmentParameters
 ) -> Iterator[Region | ClosedRegion]:
     """The region, which the bridge joins, and leaves at the end of the context, unless its run is over."""
-    if Look(config.region).again().finished:
-        replay = replayed(config.region, initial=initial_parameters, from_snapshot=True)
-        named = replay.parameters()
-        yield ClosedRegion(replay, [parameters.flat_of(p, named) for p in range(create.rules.num_fragments)])
-        return
     name, seconds = create.rules.bridge, config.timeout_seconds
-    # These facts hold those that the engine states, too, and the region's text, which is not here.
-    rendezvous = StoreRendezvous(
-        config.region, name=name, bridge=name, facts=create.facts, timeout_seconds=seconds
-    )
-    with leaving(rendezvous):
-        yield Region(_replica(replace(own.diloco, overlap_steps=0), own), rendezvous)
+    if not Look(config.region).again().finished:
+        # These facts hold those that the engine states, too, and the region's text, which is not here.
+        rendezvous = StoreRendezvous(
+            config.region, name=name, bridge=name, facts=create.facts, timeout_seconds=seconds
+        )
+        with leaving(rendezvous):
+            try:
+                region = Region(_replica(replace(own.diloco, overlap_steps=0), own), rendezvous)
+            except LogError as error:
+                rendezvous.abort(str(error))
+                if not Look(config.region).again().finished:  # it was not closed meanwhile
+                    raise
+            else:
+                yield region
+                return
+    replay = replayed(config.region, initial=initial_parameters, from_snapshot=True)
+    named = replay.parameters()
+    yield ClosedRegion(replay, [parameters.flat_of(p, named) for p in range(create.rules.num_fragments)])
