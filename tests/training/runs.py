@@ -44,6 +44,11 @@ def started(folder: Path, *flags: str, **environment: str) -> AbstractContextMan
     return program(main, command(*flags)[len(DILOCO) :], folder=folder, **environment)
 
 
+def complaints(process: subprocess.CompletedProcess[str]) -> str:
+    """The lines of a process's stderr, but for a wait for others, which are slow to start on a busy machine."""
+    return "\n".join(line for line in process.stderr.splitlines() if not line.startswith("waiting for "))
+
+
 def summary(run: Path) -> dict:
     return json.loads((run / "summary.json").read_text())
 
