@@ -29,10 +29,10 @@ def exchange_vectors() -> list[float]:
     ours.meet(Call.GATHER, 7)
     if not ours.is_first:
         ours.send(own_n, 0)
-        assert ours.follow(Call.SHARE).value == {"is": ["for", "all"]}
+        assert ours.follow(Call.STATE).value == {"is": ["for", "all"]}
         return ours.receive(0, ours.index).tolist()
     received = [ours.receive(index, index) for index in range(1, S)]
-    ours.lead(Call.SHARE, value={"is": ["for", "all"]})
+    ours.lead(Call.STATE, value={"is": ["for", "all"]})
     for index, vector_n in enumerate(received, 1):
         ours.send(10 * vector_n, index)
     return torch.cat(received).tolist()

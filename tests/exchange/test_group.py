@@ -16,6 +16,7 @@ def together() -> tuple[list[float], list[float], float]:
     own = torch.full((2,), 1.0 + group.index)
     first, total = group.broadcast(own), group.reduce(own)
     assert own.tolist() == [1.0 + group.index] * 2, "nothing is changed in place"
+    assert group.broadcast_numbers((2**53 - group.index, group.index)) == [2**53, 0]
     start = time.monotonic()
     if group.index == group.size - 1:
         time.sleep(0.5)
@@ -32,4 +33,5 @@ def test_one_process_talks_to_nobody():
     group, own = OneProcess(), torch.ones(2)
     with group.fail_together("another process"):
         group.barrier()
+    assert group.broadcast_numbers((3, 4)) == [3, 4]
     assert group.broadcast(own) is own and group.reduce(own) is own and (group.index, group.size) == (0, 1)

@@ -44,7 +44,7 @@ def _counted(server: Server) -> dict[str, list[dict[str, Any]]]:
 
 
 def _has_all_steps(numbers: tuple[int, int], answers: list[dict[str, Any]]) -> bool:
-    """True if each outer step was taken before the next payload of its fragment was sent."""
+    """True if no outer step came later than the steps in which requests are counted."""
     return len(answers[0]["members"]) == NUM_FRAGMENTS * (8 + 8 * numbers[1])
 
 

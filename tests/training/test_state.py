@@ -252,11 +252,13 @@ def elastic_progress(num_others: int, budget: int) -> tuple[ElasticProgress, Sim
     rendezvous = SimpleNamespace(state=run, counted=(0, 0))
     questions = []
 
-    def share(numbers):
+    def broadcast_numbers(numbers):
         questions.append(len(numbers))
         return list(map(int, numbers))
 
-    world = SimpleNamespace(rendezvous=rendezvous, group=SimpleNamespace(index=0, share=share))
+    world = SimpleNamespace(
+        rendezvous=rendezvous, group=SimpleNamespace(index=0, broadcast_numbers=broadcast_numbers)
+    )
     return ElasticProgress(engine, world, num_tokens=budget * own_tokens, own_tokens=own_tokens), engine, questions
 
 

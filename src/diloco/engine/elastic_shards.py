@@ -48,8 +48,8 @@ class Call(IntEnum):
     """Send your shards of the vectors that all processes pass."""
     SCATTER = 8
     """Receive your shards of the vectors that the first process passes."""
-    SHARE = 9
-    """The message holds a JSON value for all processes."""
+    STATE = 9
+    """The message holds the plain values of a state, for all processes."""
     ANSWER = 10
     """A vector follows."""
 
@@ -415,7 +415,7 @@ class LeadingMembership(ElasticMembership):
         """Everything of this replica that resumes; Θ and the slots lie in the store."""
         state = super().state_dict()
         values = {name: value for name, value in state.items() if name not in (OUTER, ERROR)}
-        self._group.lead(Call.SHARE, value=values)
+        self._group.lead(Call.STATE, value=values)
         return state
 
     def _report(self, outer_steps: tuple[OuterStep, ...]) -> tuple[OuterStep, ...]:
@@ -493,7 +493,7 @@ class FollowingMembership(Membership):
         """The first process's plain values, and this one's shards."""
         state = self.replica.state
         tensors = {kind: self._parameters.all_named(state.at_home(kind)) for kind in (OUTER, ERROR)}
-        return self._group.follow(Call.SHARE).value | tensors
+        return self._group.follow(Call.STATE).value | tensors
 
     def accepted(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         """A state of this run's model.

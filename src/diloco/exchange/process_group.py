@@ -486,7 +486,7 @@ class TorchGroup:
         dist.broadcast(values, dist.get_global_rank(self.group, 0), group=self.group)
         return values
 
-    def share(self, numbers: Sequence[int]) -> list[int]:
+    def broadcast_numbers(self, numbers: Sequence[int]) -> list[int]:
         """The first process's whole numbers, up to 2^53; those of the others are as many, and are not used."""
         together = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         return [int(number) for number in self.broadcast(together).tolist()]

@@ -164,7 +164,7 @@ class Group(Protocol):
         """The first process's values; those of the others have the same shape and dtype."""
         ...
 
-    def share(self, numbers: Sequence[int]) -> list[int]:
+    def broadcast_numbers(self, numbers: Sequence[int]) -> list[int]:
         """The first process's whole numbers, up to 2^53; those of the others are as many, and are not used."""
         ...
 
@@ -194,7 +194,7 @@ class OneProcess:
         """The values."""
         return values
 
-    def share(self, numbers: Sequence[int]) -> list[int]:
+    def broadcast_numbers(self, numbers: Sequence[int]) -> list[int]:
         """The numbers."""
         return list(numbers)
 

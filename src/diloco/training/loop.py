@@ -554,7 +554,7 @@ def open_batches(config: TrainConfig, world: World, corpus: TokenShards, *, afte
     ranks = {"rank": world.reader, "num_ranks": world.num_readers}
     if (rendezvous := world.rendezvous) is not None:
         has_joined = world.group.index == 0
-        slot, start = world.group.share((rendezvous.slot, rendezvous.start) if has_joined else (0, 0))
+        slot, start = world.group.broadcast_numbers((rendezvous.slot, rendezvous.start) if has_joined else (0, 0))
         windows = partial(
             SlotSampler(num_windows=num_windows, seed=seed).of_step,
             slot=slot,

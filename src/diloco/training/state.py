@@ -98,7 +98,7 @@ class ElasticProgress:
         The run is over once the budget is spent, here or by the word of another replica.
         """
         numbers = self._read(step) if self._group.index == 0 else (0, 0, 0)
-        tokens, next_tokens, is_over = self._group.share(numbers)
+        tokens, next_tokens, is_over = self._group.broadcast_numbers(numbers)
         return Standing(tokens, next_tokens, bool(is_over))
 
     def _read(self, step: int) -> tuple[int, int, bool]:
