@@ -1,6 +1,6 @@
 """Bytes of a published version of bfloat16 weights after a step of AdamW, and the time to make and to apply it.
 
-    python benchmarks/publish.py --text BOOKS.jsonl --tokenizer T --states FOLDER [--output FOLDER]
+    python benchmarks/publish.py --text BOOKS.jsonl --tokenizer T --states FOLDER --output FOLDER
 
 A decoder is trained with FP32 parameters for a moment, then for a few steps at each learning rate; its parameters
 after the last two of these are kept in FOLDER as bfloat16, so that a second call only measures. Compared are the
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="a .jsonl with a field `text`")
     parser.add_argument("--tokenizer", default="bytes")
     parser.add_argument("--states", type=Path, required=True, help="the folder of the trained parameters")
-    parser.add_argument("--output", type=Path, default=Path("docs/results"))
+    parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--learning-rates", nargs="+", default=["1e-6", "1e-5", "1e-4", "1e-3"])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--heads", type=int, default=12)

@@ -9,6 +9,7 @@ from diloco.cli.main import main
 from diloco.files import sha256
 from diloco.rendezvous.log.entries import (
     FORMAT,
+    Close,
     Create,
     Join,
     Keys,
@@ -128,6 +129,16 @@ def test_only_the_creator_changes_who_may_join(run, tmp_path, monkeypatch, capsy
     (tmp_path / "creator").chmod(0o644)
     assert "run chmod 600" in refusal(capsys, *command)
     assert not (run.url / ENTRY.name(2)).exists()
+
+
+def test_a_closed_run_keeps_its_list(run, capsys):
+    run.write(Leave(finished=True), 0, run.signers["first"])
+    run.write(Close(outer=("0" * 16,) * 2), 0, run.signers["first"])
+    for change in ("allow", "revoke"):
+        assert "the run is closed: nobody can join it any more" in refusal(
+            capsys, "keys", change, str(run.url), run.key("first")
+        )
+    assert not (run.url / ENTRY.name(4)).exists()
 
 
 def test_a_run_without_keys_has_no_list(tmp_path, run, capsys):

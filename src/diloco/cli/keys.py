@@ -110,6 +110,8 @@ async def _changed(store: Store, signer: Signer, change: Keys) -> tuple[int | No
     for _ in range(_MOST_RACES):
         await log.read_all()
         await log.check_no_gap()  # an entry that was deleted: what is written into its place would be another log
+        if log.state.closed:
+            raise UserError("the run is closed: nobody can join it any more, and its list of keys stays as it is")
         allowed = log.state.allowed
         known = {*allowed, *(member.key for member in log.state.members)}
         if unknown := [key for key in change.revoked if key not in known]:
