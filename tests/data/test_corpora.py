@@ -166,3 +166,13 @@ def test_a_directory_that_may_not_be_read_is_named(tmp_path, monkeypatch):
     for source in (tmp_path, tmp_path / "**/*.txt"):
         with pytest.raises(UserError, match=r"can't be looked up: .*Permission denied.*closed"):
             documents(str(source))
+
+
+@pytest.mark.parametrize("pattern", ["", "/*.jsonl", "/**/*.jsonl"])
+def test_a_link_that_leads_to_nothing_is_named(tmp_path, pattern):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "readme").symlink_to(tmp_path / "absent")
+    assert [document.text for document in documents(f"{tmp_path}{pattern}")] == ["a"]
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "unmounted/b.jsonl")
+    with pytest.raises(UserError, match=r"can't be looked up: .*No such file.*/b\.jsonl"):
+        documents(f"{tmp_path}{pattern}")

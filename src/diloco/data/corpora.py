@@ -190,7 +190,7 @@ def _match(source: str) -> tuple[Path, list[Path]]:
             root, paths = pattern.parent, [pattern]
         else:
             root = Path(*takewhile(lambda part: not set("*?[") & set(part), pattern.parts[:-1]))
-            paths = sorted({path for path in _glob(root, pattern.relative_to(root).parts) if path.is_file()})
+            paths = sorted({path for path in _glob(root, pattern.relative_to(root).parts) if _is_file(path)})
     except (OSError, ValueError) as error:  # a directory closed to us, or a pattern that is none
         raise UserError(f"source {source!r} can't be looked up: {error}") from error
     if not paths and "://" in source:
@@ -221,8 +221,19 @@ def _visible(directory: Path) -> list[Path]:
         path
         for folder in _folders(directory)
         for path in folder.iterdir()
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(directory).parts)
+        if not any(part.startswith(".") for part in path.relative_to(directory).parts) and _is_file(path)
     )
+
+
+def _is_file(path: Path) -> bool:
+    """True for a file.
+
+    Raises:
+        FileNotFoundError: for a link of a known suffix that leads to nothing, as where a disk is not mounted.
+    """
+    if suffixes_of(path) is not None:
+        path.stat()
+    return path.is_file()
 
 
 def _glob(root: Path, parts: Sequence[str]) -> Iterator[Path]:
