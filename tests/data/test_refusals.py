@@ -102,6 +102,17 @@ def disjoint(train: str, held_out: str) -> Act:
     return act
 
 
+def twice(*train: str) -> Act:
+    """Preparing a file that is read twice, of which a fraction is held out."""
+
+    def act(folder: Path) -> None:
+        (folder / "deep").mkdir()
+        write_rows(folder / "deep" / "rows.jsonl", ["x"])
+        prepare(DataConfig(train=train), folder / "out")
+
+    return act
+
+
 TOO_LONG = r"is longer than data\.max_document_bytes=100: cut it into documents, or raise that"
 LONG_FIELD = "data.max_document_bytes"
 NULL = "has null as its field `text`: set data.skip_null to leave such rows out"
@@ -222,6 +233,13 @@ FIXED: list[tuple[Act, str, str]] = [
     *(
         (disjoint(*two), BOTH, "data.held_out data.train")
         for two in (("*.jsonl", "HERE/rows.jsonl"), ("hf:a", "hf:a::train"))
+    ),
+    *(
+        (twice(*train), rf"is read as {names}, so that .*: leave one out", "data.train data.held_out")
+        for train, names in (
+            ((".", "deep/*.jsonl"), r"deep/rows\.jsonl and as rows\.jsonl"),
+            (("hf:a", "hf:a::train"), "hf:a and as hf:a::train"),
+        )
     ),
     (lambda folder: prepare(DataConfig(), Path(__file__)), r"test_refusals\.py can't be made a directory", ""),
     (lambda folder: resolve(DataConfig(prepared=folder)), r"has no index\.json", ""),

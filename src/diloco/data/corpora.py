@@ -91,13 +91,14 @@ def _facts(source: str, of_file: Callable[[Path], list[Any]]) -> list[Any]:
     return [*name, *([path.relative_to(root).as_posix(), *of_file(path)] for path in paths)]
 
 
-def parts(source: str) -> list[str]:
-    """The parts of a source, each under one name however it was asked for: files by path, a dataset's split."""
+def parts(source: str) -> list[tuple[str, str]]:
+    """The parts of a source, files by path or a dataset's split, each with its name in its documents' ids."""
     if source == "stdlib":
-        return [source]
+        return [(source, source)]
     if source.startswith("hf:"):
-        return [":".join(["hf", *(part or "" for part in _parse_hub(source))])]
-    return [str(path.resolve()) for path in _match(source)[1]]
+        return [(":".join(["hf", *(part or "" for part in _parse_hub(source))]), source)]
+    root, paths = _match(source)
+    return [(str(path.resolve()), path.relative_to(root).as_posix()) for path in paths]
 
 
 def left_out(source: str) -> list[str]:
@@ -272,12 +273,19 @@ def check_disjoint(config: DataConfig) -> None:
     """Refuse to hold out text that is trained on.
 
     Raises:
-        UserError: with the file or dataset that is among both.
+        UserError: with the file or dataset that is among both, or that would be held out by one name of two.
     """
-    trained = {part for source in config.train for part in parts(source)}
+    names = dict[str, str]()
+    for part, name in chain.from_iterable(map(parts, config.train)):
+        if names.setdefault(part, name) != name and not config.held_out:
+            raise UserError(
+                f"{part} is read as {names[part]} and as {name}, so that documents held out by one name would be "
+                "trained on by the other: leave one out of data.train, or name data.held_out",
+                *("data.train", "data.held_out"),
+            )
     for source in config.held_out:
-        for part in parts(source):
-            if part in trained:
+        for part, _ in parts(source):
+            if part in names:
                 raise UserError(
                     f"{part} is both training and held-out text: leave it out of data.held_out or data.train",
                     "data.held_out",
