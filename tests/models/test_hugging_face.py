@@ -98,6 +98,7 @@ OTHERS = {
     "llama": NARROW,
     "gemma2": NARROW | {"sliding_window": 4},
     "mixtral": NARROW | {"num_local_experts": 4},
+    "lfm2": NARROW | {"layer_types": ["conv", "full_attention"]},
     "mamba": {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
 }
 

@@ -77,7 +77,7 @@ class HuggingFaceCache:
     def select(self, rows_R: Tensor) -> "HuggingFaceCache":
         """A cache of R sequences, each a copy of one of the B."""
         selected = deepcopy(self.values)
-        selected.batch_select_indices(rows_R)
+        selected.reorder_cache(rows_R)
         return HuggingFaceCache(selected)
 
 
