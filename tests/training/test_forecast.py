@@ -34,6 +34,12 @@ def test_memory_counts_a_copy_for_parameters_gradients_moments_and_outer_state(m
     assert (result.schedule is None) == (method == "data_parallel")
 
 
+@pytest.mark.parametrize(("method", "num_bytes"), [("streaming", 16), ("data_parallel", 8)])
+def test_parameters_in_bfloat16_halve_all_but_the_outer_state(method, num_bytes):
+    result = forecast(resolved(method=method, precision="bf16-params"))
+    assert result.state_bytes == num_bytes * result.num_params
+
+
 @pytest.mark.parametrize(
     ("changes", "num_more"),
     [({"outer": "delayed_nesterov"}, 1), ({"merge": "taylor"}, 1), ({"error_feedback": 1.0}, 1), ({}, 0)],

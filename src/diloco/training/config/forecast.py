@@ -148,7 +148,7 @@ class Forecast:
     num_trained_params: int
     """Parameters that are trained, and so exchanged."""
     state_bytes: int
-    """A process's share of parameters, gradients, the optimizer's state, Θ and the vectors beside it, all FP32."""
+    """A process's share of parameters, gradients, the optimizer's state, Θ and the vectors beside it."""
     logits_bytes: int
     """Logits of a pass, and their gradient; where a device decides on autocast, with it."""
     schedule: Schedule | None
@@ -181,18 +181,22 @@ def forecast(config: TrainConfig) -> Forecast:
         sync_bytes = tuple(reduction.bytes_sent(size, num_replicas) for size in fragments)
         num_syncs = tuple(schedule.num_sent(p, num_steps) for p in range(len(fragments)))
         if not config.diloco.offload:
-            num_vectors = 1 + len(settings.slots) + (settings.error_feedback is not None)
+            num_vectors = (
+                1 + len(settings.slots) + (settings.error_feedback is not None)
+            )  # Θ, and what is beside it
     states = inner_optimizer(model, config.optimizer).state.values()
-    num_elements = num_params + (1 + num_vectors) * num_trained  # gradients, Θ and what is kept beside it
+    num_elements = num_params + num_trained  # gradients
     num_elements += sum(tensor.numel() for state in states for tensor in state.values() if tensor.ndim)
     if config.optimizer.name == "schedule_free":
         num_elements += num_trained  # x, which is put aside in a pass
+    element_bytes = 2 if config.precision == "bf16-params" else _FP32_BYTES
+    state_bytes = element_bytes * num_elements + _FP32_BYTES * num_vectors * num_trained
     assert config.micro_batch is not None, "the config is resolved"
     num_logits = config.micro_batch * config.sequence_length * config.model.vocab_size
     return Forecast(
         num_params=num_params,
         num_trained_params=num_trained,
-        state_bytes=_FP32_BYTES * num_elements // config.shards_per_replica,
+        state_bytes=state_bytes // config.shards_per_replica,
         logits_bytes=2 * logit_bytes(config) * num_logits,
         schedule=schedule,
         sync_bytes=sync_bytes,
