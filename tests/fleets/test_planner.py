@@ -132,19 +132,31 @@ def test_the_constraints_that_bind():
     impossible = task(HOME, deadline_hours=0.5)
     assert answer(impossible).plan is None
     assert {one.name for one in explain(impossible, None)} == {"machines", "deadline"}
-    assert "memory" in names(task(replace(HOME, memory_gib=1.0), RENTED, deadline_hours=2))
+    assert "memory" in names(task(replace(HOME, memory_gib=1.5), RENTED, deadline_hours=3))
     slow = task(replace(HOME, up_mbit_s=2.0, down_mbit_s=1e3), num_params=1e9, deadline_hours=150)
     assert "uplink" in names(slow)
 
 
 def test_a_kind_without_the_memory_is_left_out_and_host_memory_is_used_before_that():
-    # 4 (3 N + 2 N) bytes are 1.86 GiB, with one of 3 fragments of Θ and momentum on the device 1.37 GiB.
+    # 4 (4 N + 2 N) bytes and 10 for each parameter of the largest fragment, 3 of 9 layers, are 2.48 GiB; with Θ
+    # and momentum of that fragment alone on the device, 1.93 GiB.
     small = [
-        plan for plan in all_plans(task(replace(HOME, memory_gib=1.6))) if plan.run.machines[0].name == "home"
+        plan for plan in all_plans(task(replace(HOME, memory_gib=2.2))) if plan.run.machines[0].name == "home"
     ]
-    assert small and all(plan.offload for plan in small)
-    left = all_plans(task(replace(HOME, memory_gib=1.0), RENTED))
+    assert small and all(plan.offload and plan.layers_per_fragment == 3 for plan in small)
+    assert not all(plan.offload for plan in all_plans(task(replace(HOME, memory_gib=2.5))))
+    left = all_plans(task(replace(HOME, memory_gib=1.9), RENTED))
     assert {kind.name for plan in left for kind in plan.run.machines} == {"rented"}
+
+
+def test_no_plan_asks_more_of_an_uplink_than_it_carries():
+    # With two replicas the snapshots, of 8 bytes per parameter in 8 rounds, are as large as the payloads.
+    for num_replicas, mbit_s in ((2, 5), (2, 20), (3, 10), (4, 10)):
+        machines = replace(HOME, count=num_replicas, up_mbit_s=mbit_s, down_mbit_s=1e3)
+        for plan in all_plans(task(machines, num_params=1e9)):
+            if plan.store is not None:
+                mbit_per_hour = 3600 * plan.num_replicas * mbit_s
+                assert 8e-6 * plan.forecast.bytes_up_per_hour < 0.85 * mbit_per_hour, plan.train_settings
 
 
 def test_a_fixed_group_needs_open_ports_and_one_cloud_is_free():

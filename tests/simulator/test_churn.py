@@ -56,6 +56,15 @@ def test_late_replicas_and_the_others_do_not_take_turns() -> None:
     assert counts[0] < 16 and np.mean(counts[20:]) > 13, counts
 
 
+@pytest.mark.parametrize("shares", [16, 32])
+def test_averages_take_their_time_of_the_downlink(shares: int) -> None:
+    kind = replace(HOME, count=16, up_mbit_s=1e4, down_mbit_s=40)
+    run = replace(RUN, machines=(kind,), num_params=1e9, sync_every=100, num_fragments=5, shares=shares)
+    outcome = in_store(run, num_outer_steps=300)
+    assert outcome.traffic is not None
+    assert 8e-6 * outcome.traffic.bytes_down < 1.05 * 16 * 40 * outcome.seconds
+
+
 def test_with_no_failures_and_endless_links_nothing_is_lost() -> None:
     run = fleet(RUN, **{name: getattr(FAST, name) for name in ("up_mbit_s", "down_mbit_s", "latency_seconds")})
     outcome = in_store(run, num_outer_steps=400)

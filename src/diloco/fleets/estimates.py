@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from diloco.rendezvous.log.entries import Rules
 from diloco.rendezvous.prices import Prices, Traffic, run_traffic
 from diloco.simulator.churn import in_store, part_counted
 from diloco.simulator.fixed_members import AGREE_SECONDS, group_tokens_per_second, with_members
@@ -50,15 +51,15 @@ def store_overlap(run: FleetRun) -> int | None:
     """
     fastest = min(kind.mean_step_seconds for kind in run.machines)
     is_shared, seconds = run.shares > 1, 0.0
-    most_own = math.ceil(run.shares / run.num_replicas)
-    """Shares that a replica averages."""
-    reads = (most_own * (run.num_replicas - 2) + run.shares) / run.shares if is_shared else run.num_replicas - 1
-    sends = 1 + most_own / run.shares if is_shared else 1
+    reads = run.own_part * (run.num_replicas - 1) + (1 - run.own_part)
+    sends = 1 + run.own_part if is_shared else 1
+    snapshot_mbit = 8e-6 * run.state_bytes / run.num_fragments / Rules.snapshot_rounds / run.num_replicas
     for kind in run.machines:
         up = sends * _mbit(run) / kind.up_mbit_s
         down = reads * _mbit(run) / kind.down_mbit_s
         period = _MOST_LOAD * run.sync_every / run.num_fragments
-        if up > period * kind.mean_step_seconds or down > period * fastest:
+        busy = up + snapshot_mbit / kind.up_mbit_s
+        if busy > period * kind.mean_step_seconds or down > period * fastest:
             return None
         decided = decided_seconds(
             is_gather=not is_shared,

@@ -410,10 +410,9 @@ def _all_plans(
             if num_steps < least_outer_steps * sync_every:
                 continue
             is_long_enough = True
-            offload = _needs_offload(fleet.num_params, machines, num_fragments := -(-num_layers // size) + 1)
-            if offload is None:
+            if (offload := _needs_offload(fleet.num_params, machines, size)) is None:
                 continue
-            base = _run(fleet, machines, step_tokens, sync_every, num_fragments)
+            base = _run(fleet, machines, step_tokens, sync_every, -(-num_layers // size) + 1)
             loss = expected_loss(fleet.num_params, num_replicas, sync_every)
             for run, store, wire, forecast in _ways(base, prices):
                 plan = FleetPlan(
@@ -428,7 +427,7 @@ def _all_plans(
                 )
                 plans.append(plan)
     if not plans:
-        raise _impossible(fleet, num_tokens, num_layers, least_outer_steps, is_long_enough=is_long_enough)
+        raise _impossible(fleet, num_tokens, least_outer_steps, is_long_enough=is_long_enough)
     return plans
 
 
@@ -467,12 +466,19 @@ def _step_tokens(num_params: float, num_replicas: int) -> int:
     return laws.sequences(num_replicas, SEQUENCE_LENGTH) // num_replicas * SEQUENCE_LENGTH
 
 
-def _needs_offload(num_params: float, machines: Sequence[Machines], num_fragments: int) -> bool | None:
+def _needs_offload(num_params: float, machines: Sequence[Machines], layers_per_fragment: int) -> bool | None:
     """True if Θ and momentum must be in host memory; None if the model fits in neither way."""
-    least = min(kind.memory_gib for kind in machines)
-    if device_memory_gib(num_params, num_params) <= least:
-        return False
-    return True if device_memory_gib(num_params, num_params / num_fragments) <= least else None
+    most = min(kind.memory_gib for kind in machines)
+    ways = (False, True)
+    return next((way for way in ways if _memory_gib(num_params, layers_per_fragment, offload=way) <= most), None)
+
+
+def _memory_gib(num_params: float, layers_per_fragment: int, *, offload: bool) -> float:
+    """Parameters, gradients, Adam's moments, Θ and momentum, and the 2.5 vectors of a sync (speed.md, Memory)."""
+    size = ModelSize(num_params=num_params)
+    fragment = max(size.outside_params, min(layers_per_fragment, size.num_layers) * size.block_params)
+    state_gib = device_memory_gib(num_params, fragment if offload else num_params)
+    return state_gib + 4 * (num_params + 2.5 * fragment) / 2**30
 
 
 def _run(
@@ -512,12 +518,10 @@ def _ways(base: FleetRun, prices: PriceTable) -> Iterator[tuple[FleetRun, Prices
 _SHARES = (16, 64)
 
 
-def _impossible(
-    fleet: FleetRun, num_tokens: float, num_layers: int, least: int, *, is_long_enough: bool
-) -> UserError:
+def _impossible(fleet: FleetRun, num_tokens: float, least: int, *, is_long_enough: bool) -> UserError:
     """The reason why no plan exists on these machines."""
     largest = max(kind.memory_gib for kind in fleet.machines)
-    needed = device_memory_gib(fleet.num_params, fleet.num_params / (num_layers / LAYERS_PER_FRAGMENT[0] + 1))
+    needed = _memory_gib(fleet.num_params, LAYERS_PER_FRAGMENT[0], offload=True)
     if needed > largest:
         return UserError(
             f"a replica of {amount(fleet.num_params)} parameters needs at least {needed:.3g} GiB, with the outer "

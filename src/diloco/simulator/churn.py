@@ -91,7 +91,11 @@ class _Fleet:
         self.pace_M = run.each([kind.step_seconds for kind in kinds])
         """Seconds of an inner step without a stall."""
         self.upload_M = run.each([8e-6 * run.fragment_bytes / kind.up_mbit_s for kind in kinds])
-        self.download_M = run.each([8e-6 * self._bytes_down() / kind.down_mbit_s for kind in kinds])
+        read_M = run.each([8e-6 * run.fragment_bytes / kind.down_mbit_s for kind in kinds])
+        self.download_M, self.averages_M = run.own_part * read_M, (1 - run.own_part) * read_M
+        """Seconds in which a replica reads its part of another's payload, and the others' averages."""
+        self.average_M = self.upload_M * (run.own_part if run.shares > 1 else 0.0)
+        """Seconds in which it uploads its own average."""
         self.trip_M = run.each([2 * kind.latency_seconds for kind in kinds])
         self.path_M, self.to_know_M = self.upload_M + self.trip_M, _ROUND_TRIPS_TO_KNOW * self.trip_M
         self.mean_up_M = run.each([3600 * kind.hours_between_failures for kind in kinds])
@@ -131,11 +135,6 @@ class _Fleet:
         self.num_counted, self.sum_stale, self.num_joins = 0, 0, 0
         self.gone_seconds_M = np.zeros(num_replicas)
         self.delays, self.num_delays = list[Floats](), 0
-
-    def _bytes_down(self) -> float:
-        """Bytes that a replica reads for one payload of another."""
-        run = self.run
-        return run.fragment_bytes if run.shares == 1 else run.fragment_bytes / run.shares
 
     def _lives(self, mean_M: Floats) -> Floats:
         return self.random.exponential(1.0, len(mean_M)) * mean_M
@@ -308,10 +307,7 @@ class _Fleet:
         looks = self.longest_poll_seconds / 2 + 2 * kind.latency_seconds  # for the last of them
         here_K += queue_K + looks
         if self.run.shares > 1:  # its average is uploaded, and the others' are read
-            fragment_mbit = 8e-6 * self.run.fragment_bytes
-            here_K += (
-                fragment_mbit / self.run.shares / kind.up_mbit_s + fragment_mbit / kind.down_mbit_s + 2 * looks
-            )
+            here_K += self.average_M[place.start] + self.averages_M[place.start] + 2 * looks
         return here_K
 
     def _count(self, p: int, send_M: Floats, arrival_M: Floats, time: float, counted_M: Mask) -> bool:
@@ -327,7 +323,7 @@ class _Fleet:
         lag_M = np.maximum(self.down_free_M - send_M, 0.0)
         behind_M = np.ceil(lag_M / max(time - self.decided_P[p], 1e-9))
         base_M[:] = np.where(sends_M, np.maximum(self.rounds_P[p] - behind_M, 0), base_M)
-        self.up_free_M = np.where(sends_M, arrival_M - self.trip_M, self.up_free_M)
+        self.up_free_M = np.where(sends_M, arrival_M - self.trip_M + self.average_M, self.up_free_M)
         sent_M[:] = np.where(sends_M, send_M, sent_M)
         waits_M[:] = np.where(sends_M, arrival_M, waits_M)
         self._plan(p, sends_M, send_M)
@@ -352,7 +348,8 @@ class _Fleet:
             looks = self.random.random(np.count_nonzero(fresh_M)) * run.poll_seconds
             self.delays.append((known_M - send_M)[fresh_M] + looks)
             self.num_delays += len(looks)
-        self.down_free_M = np.maximum(self.down_free_M, self.opens_P[p]) + (num_counted - 1) * self.download_M
+        reads_M = (num_counted - 1) * self.download_M + self.averages_M
+        self.down_free_M = np.maximum(self.down_free_M, self.opens_P[p]) + reads_M
         self.decided_P[p], self.now = time, max(self.now, time)
         self.opens_P[p] = time
         return True
@@ -407,11 +404,10 @@ def expected(run: FleetRun) -> tuple[float, float]:
         goodput = Σ_m v_m `part_counted`_m / Σ_m v_m                        v_m: tokens per second
 
     A decision counts K replicas, no more than are there. It comes after T seconds at the latest, H steps or those
-    of τ + patience; in them each downloads the others' payloads with gather, and with R shares an R-th of them,
-    and the averages. Where the downlink takes d seconds for a whole outer gradient, about
+    of τ + patience; in them each downloads its part s of the others' payloads, all with gather and an R-th or
+    more with R shares, and the averages of the rest. Where the downlink takes d seconds for a whole outer gradient
 
-        K ≤ 1 + T / d                gather
-        K ≤ 1 + R (T / d − 1)        shares
+        K ≤ 1 + (T / d − (1 − s)) / s
 
     Where that is less than are there, payloads wait and are dropped, and goodput is to be simulated.
 
@@ -462,7 +458,7 @@ def _most_contributors(run: FleetRun, kind: Machines) -> float:
     patience = run.sync_every if run.patience is None else run.patience
     seconds = max(run.sync_every, run.overlap_steps + patience) * kind.mean_step_seconds
     times = seconds / (8e-6 * run.fragment_bytes * run.num_fragments / kind.down_mbit_s)
-    return 1 + times if run.shares == 1 else 1 + max(0.0, run.shares * (times - 1))
+    return 1 + max(0.0, times - (1 - run.own_part)) / run.own_part
 
 
 _MOST_SIMULATED = 4

@@ -54,7 +54,7 @@ class Machines:
     stragglers: Stragglers = field(default_factory=Stragglers)
     """The distribution of its step times."""
     memory_gib: float = math.inf
-    """Memory of its accelerator; a plan refuses models that do not fit."""
+    """Memory of its accelerator; a plan refuses models that do not fit, activations aside."""
     cloud: str = ""
     """The provider, such as aws: traffic with a store in the same cloud is free."""
     dollars_per_gb_up: float = 0.0
@@ -166,6 +166,11 @@ class FleetRun:
     def fragment_bytes(self) -> float:
         """Payload bytes of a fragment."""
         return self.num_params * self.bits_per_value / 8 / self.num_fragments
+
+    @property
+    def own_part(self) -> float:
+        """The part of each fragment that a replica averages, at the most; the whole with gather."""
+        return math.ceil(self.shares / self.num_replicas) / self.shares
 
     @property
     def state_bytes(self) -> float:
