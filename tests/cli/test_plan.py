@@ -73,6 +73,16 @@ def test_a_plan_says_what_a_bucket_costs(capsys):
     soon = r"about ([\d.]+) s after the send, so choose a τ of at least (\d+)"
     ((seconds, steps),) = re.findall(soon, sentence)
     assert float(seconds) > 1.0 and int(steps) == pytest.approx(float(seconds) + 0.5, abs=0.6)
+    assert "too." not in sentence
+
+
+def test_a_plan_says_which_period_a_slow_uplink_to_a_bucket_needs(capsys):
+    arguments = ["plan", "--num-params", "124M", "--step-seconds", "1.625", "--store"]
+    # Each of two sends 4.03 bits per parameter, and half of the snapshots, 64 bits every eighth round: 4 bits.
+    sentence = printed(capsys, *arguments, "--link", "20Mbit")
+    load = 124e6 * (4.03125 + 4) / 20 / 1.625 / 20e6
+    assert "with H = 20," in sentence and f"busy {load:.0%} of the time" in sentence
+    assert f"an H of at least {math.ceil(20 * load / 0.8)}, too." in sentence
 
 
 def plan_of_few_steps(words: list[str]) -> None:

@@ -19,12 +19,10 @@ from diloco.rendezvous.prices import Prices, Traffic, run_traffic
 from diloco.simulator.churn import in_store, part_counted
 from diloco.simulator.fixed_members import AGREE_SECONDS, group_tokens_per_second, with_members
 from diloco.simulator.fleet import FleetRun, Machines, part_of_time
-from diloco.simulator.link_planner import decided_seconds
+from diloco.simulator.link_planner import MOST_LOAD, decided_seconds
 
 _HOUR_SECONDS = 3600.0
 _ROUNDS, _NUM_FAILURES = (50, 150), 100
-_MOST_LOAD = 0.8
-"""Part of the time in which a replica's link may be busy, so that outer steps do not fall behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,7 @@ def store_overlap(run: FleetRun) -> int | None:
     for kind in run.machines:
         up = sends * _mbit(run) / kind.up_mbit_s
         down = reads * _mbit(run) / kind.down_mbit_s
-        period = _MOST_LOAD * run.sync_every / run.num_fragments
+        period = MOST_LOAD * run.sync_every / run.num_fragments
         busy = up + snapshot_mbit / kind.up_mbit_s
         if busy > period * kind.mean_step_seconds or down > period * fastest:
             return None

@@ -3,6 +3,7 @@
 Where there are none, the smallest changes to a task's links or steps that make its target feasible.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ WIRES = ("fp32", "bf16", "int8", "e3m0")
 """The codecs without a measured cost to quality, finest first; every coarser one has a cost."""
 LAYERS_PER_FRAGMENT = (3, 2, 4, 1, 6, 8, 12)
 """Layers in a fragment, by preference: the paper finds 3 the best compromise."""
+MOST_LOAD = 0.8
+"""Part of the time in which a replica's link to a bucket may be busy, so that outer steps do not fall behind."""
 _DAY_SECONDS, _POLL_SECONDS = 86400.0, 0.5
 """Length of a day, and time between two looks of a replica into a bucket, by default."""
 
@@ -152,6 +155,13 @@ class LinkPlan:
             latency_seconds=max(one.latency_seconds for one in self.task.replicas),
             poll_seconds=_POLL_SECONDS,
         )
+
+    @property
+    def store_load(self) -> float:
+        """The part of the time in which the slowest replica's link is busy with a bucket, snapshots included."""
+        traffic, slowest = self.store_traffic_a_day, min(one.gbit_s or math.inf for one in self.task.replicas)
+        bytes_each = max(traffic.bytes_up, traffic.bytes_down) / len(self.task.replicas)
+        return 8e-9 * bytes_each / _DAY_SECONDS / slowest
 
     @property
     def needed_gbit_s(self) -> float | None:

@@ -13,7 +13,7 @@ from diloco.rendezvous.prices import PROVIDERS, R2
 from diloco.report.terminal.screen import Screen
 from diloco.simulator.description import GBIT_S
 from diloco.simulator.fleet import Outcome
-from diloco.simulator.link_planner import LinkPlan, LinkTask, Remedy, feasible, presets, remedy
+from diloco.simulator.link_planner import MOST_LOAD, LinkPlan, LinkTask, Remedy, feasible, presets, remedy
 from diloco.simulator.published import (
     OVERTRAINING_COSTS,
     TARGETS,
@@ -330,13 +330,20 @@ def store_sentence(plan: LinkPlan) -> str:
     """The cost of a day of a setting in a bucket, and how soon an outer step is there."""
     num_steps = math.ceil(plan.store_seconds / min(one.step_seconds for one in plan.task.replicas))
     traffic = plan.store_traffic_a_day
+    settings, load = plan.model.settings, plan.store_load
+    longer = ""
+    if load > MOST_LOAD:  # its bytes are in proportion to 1/H
+        longer = (
+            f" Payloads and snapshots would keep a link busy {load:.0%} of the time, so that outer steps fall "
+            f"behind: choose an H of at least {math.ceil(settings.sync_every * load / MOST_LOAD)}, too."
+        )
     dollars = " or ".join(f"{traffic.dollars(prices):,.2f} $ on {prices.name}" for prices in PROVIDERS)
     return (
-        f"If the replicas meet in a bucket, H = {plan.model.settings.sync_every}, {plan.wire} and {plan.combine} "
+        f"If the replicas meet in a bucket, H = {settings.sync_every}, {plan.wire} and {plan.combine} "
         f"move {traffic.bytes_down / 1e12:.3g} TB a day out of it, in {traffic.creates + traffic.gets:,.0f} "
         f"requests: by list prices {dollars} a day. Egress within a provider's region is free. An outer step is "
         f"decided there about {plan.store_seconds:.2g} s after the send, so choose a τ of at least {num_steps} "
-        "(overlap_steps): those above are for direct links."
+        f"(overlap_steps): those above are for direct links.{longer}"
     )
 
 
