@@ -188,6 +188,7 @@ def test_the_command_prints_a_row_per_method_and_names_what_is_wrong(tmp_path: P
     main(["simulate", "fleet", str(path), "--outer-steps", "20", "--regions", "2", "--picture", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "elastic-data-parallel" in printed and "regions" in printed and str(tmp_path / "fleet.png") in printed
+    assert "store: R2" in printed
     assert (tmp_path / "fleet.png").stat().st_size > 10_000
     for wrong, message in {
         "sync_every = 4\n": "overlap_steps=5 must be at least 0 and below sync_every=4",

@@ -335,7 +335,7 @@ def _fleet(
     json: bool = False,
     picture: Path | None = None,
 ) -> None:
-    """Goodput, contributors and price of a run on machines that fail and come back, beside other methods.
+    """Goodput, contributors and price, in a store of R2, of a run on machines that fail and come back.
 
     Args:
         fleet: TOML file with num_params, step_tokens, sync_every, …, and for each kind of machine a [[machines]]

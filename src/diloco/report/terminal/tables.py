@@ -158,8 +158,13 @@ def _number(value: Any) -> Any:
 
 def fleet_table(outcomes: Sequence[Outcome]) -> Table:
     """A row for each method."""
-    columns = ("goodput", "tokens per hour", "counted", "rounds late", "send to decided, s", "$ per 10⁹ tokens")
-    table = new_table("method", *columns, title=f"{outcomes[0].seconds / 3600:,.1f} hours")
+    columns = ("goodput", "tokens per hour", "counted", "rounds late", "send to decided, s")
+    table = new_table(
+        "method",
+        *columns,
+        f"$ per 10⁹ tokens,\nstore: {R2.name}",
+        title=f"{outcomes[0].seconds / 3600:,.1f} hours",
+    )
     for outcome in outcomes:
         dollars, tokens = outcome.dollars(R2), outcome.tokens_per_hour * outcome.seconds / 3600
         table.add_row(
