@@ -14,7 +14,7 @@ The rules are those of `rendezvous/`: who is active (`last_recent`), and how man
 
 A machine that fails loses what it has not sent since its last checkpoint; its replica joins again, as another one,
 when it is repaired and has read Θ. One that stalls stands still at a random time before its next send. Nobody
-waits for the exchange but by staleness: `engine.step()` does not.
+waits for the exchange but by staleness: `engine.step()` does not. Snapshots take no time of a link.
 
 With 10⁴ replicas an outer step takes 1.1 ms of one core, and the process 50 MB.
 
