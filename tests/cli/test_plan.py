@@ -29,6 +29,7 @@ def test_a_plan_is_an_object(capsys):
     assert f"--diloco.sync-every {first['sync_every']} " in first["flags"]
     assert first["flags"] in printed(capsys, *PLAN, "1Gbit")
     assert first["command"] == f"diloco train RECIPE {first['flags']}"
+    assert "The plan holds for 2,097,152 tokens per step: set --global-batch" in printed(capsys, *PLAN, "1Gbit")
     assert output["num_steps"] == round(20e9 / 2**21) and output["most_utilization"] == 1
     assert output["replicas"] == [{"step_seconds": 0.1, "gbit_s": 1.0, "latency_seconds": 0.01}] * 2
 

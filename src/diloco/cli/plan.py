@@ -126,7 +126,9 @@ def _plan_described(
     facts = [*facts, *_machines(replicas, how, "as given")]
     _answer(task, facts, command="diloco train RECIPE", json=json)
     if not json and (plans := feasible(task)):
-        show([_recipes_sentence(size.num_params), *([store_sentence(plans[0])] if store else [])])
+        tokens_per_step = f"{batch:,.0f} tokens per step: set --global-batch where a recipe has others."
+        show([f"{_recipes_sentence(size.num_params)} The plan holds for {tokens_per_step}"])
+        show([store_sentence(plans[0])] if store else [])
 
 
 def _plan_fleet(
