@@ -126,9 +126,7 @@ def _plan_described(
     facts = [*facts, *_machines(replicas, how, "as given")]
     _answer(task, facts, command="diloco train RECIPE", json=json)
     if not json and (plans := feasible(task)):
-        tokens_per_step = f"{batch:,.0f} tokens per step: set --global-batch where a recipe has others."
-        show([f"{_recipes_sentence(size.num_params)} The plan holds for {tokens_per_step}"])
-        show([store_sentence(plans[0])] if store else [])
+        show([_recipes_sentence(size.num_params, batch), *([store_sentence(plans[0])] if store else [])])
 
 
 def _plan_fleet(
@@ -181,13 +179,17 @@ def _train(plan: FleetPlan) -> str:
     return "diloco train RECIPE" + ("" if plan.store is None else " --rendezvous s3://BUCKET/run --name NAME")
 
 
-def _recipes_sentence(num_params: float) -> str:
-    """The recipes that RECIPE may stand for in the command."""
+def _recipes_sentence(num_params: float, batch_tokens: float | None = None) -> str:
+    """The recipes that RECIPE may stand for in the command, and the batch that it leaves to them."""
     from diloco.cli._recipe import nearest_sizes
 
     sizes = nearest_sizes(num_params)
     own = f"{' and '.join(sizes)} are the recipes next to {amount(num_params)} parameters; " if sizes else ""
-    return f"RECIPE: {own}any recipe trains a model of transformers with --model.hf NAME."
+    text = f"RECIPE: {own}any recipe trains a model of transformers with --model.hf NAME."
+    if batch_tokens is not None:
+        text += f" The plan holds for {batch_tokens:,.0f} tokens per step"
+        text += ": set --global-batch where a recipe has others."
+    return text
 
 
 def _speeds(step_seconds: tuple[float, ...], flops_per_second: tuple[float, ...]) -> tuple[float, ...]:
