@@ -181,9 +181,8 @@ def forecast(config: TrainConfig) -> Forecast:
         sync_bytes = tuple(reduction.bytes_sent(size, num_replicas) for size in fragments)
         num_syncs = tuple(schedule.num_sent(p, num_steps) for p in range(len(fragments)))
         if not config.diloco.offload:
-            num_vectors = (
-                1 + len(settings.slots) + (settings.error_feedback is not None)
-            )  # Θ, and what is beside it
+            # Θ, and what is kept beside it.
+            num_vectors = 1 + len(settings.slots) + (settings.error_feedback is not None)
     states = inner_optimizer(model, config.optimizer).state.values()
     num_elements = num_params + num_trained  # gradients
     num_elements += sum(tensor.numel() for state in states for tensor in state.values() if tensor.ndim)
