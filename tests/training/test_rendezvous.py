@@ -7,8 +7,10 @@ import shutil
 import signal
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -305,6 +307,26 @@ def test_a_finished_run_whose_metrics_are_damaged_ends_well(config, tmp_path, ca
     )
     shown = summary_facts(converted(outcome.summary, Summary, source="the summary"))
     assert not {"training loss", "tokens/s", "compute utilization"} & shown.keys(), shown
+
+
+@pytest.mark.parametrize("comes_and_goes", [True, False])
+def test_an_evaluation_takes_time_from_a_replica_whose_others_go_on(comes_and_goes, config, tmp_path, monkeypatch):
+    """Their tokens meanwhile are in those of its next step: so is the time."""
+    run = replace(alone(config, tmp_path), evaluation=replace(config.evaluation, every_steps=4))
+    if not comes_and_goes:
+        run = replace(run, rendezvous=None)
+    clock = count()
+
+    def evaluated(_: object) -> float:
+        for _ in range(1000):
+            next(clock)
+        return 3.0
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    monkeypatch.setattr(loop._Run, "held_out_loss", evaluated)
+    train(run)
+    long = {line["step"] for line in lines(run.directory, 0) if line["step_seconds"] > 1000}
+    assert long == ({5, 9, 13} if comes_and_goes else set())
 
 
 def test_a_run_that_nobody_closes_is_summed_up_and_said(config, tmp_path, monkeypatch):

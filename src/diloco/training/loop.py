@@ -356,7 +356,7 @@ class _Run:
     begun: deque[BegunStep] = field(default_factory=deque)
     """The steps that were begun and have not ended, in their order."""
     since: float = 0.0
-    """`time.perf_counter()` when the last step had ended, with the evaluation after it."""
+    """`time.perf_counter()` when the last step had ended; in a fixed group, with the evaluation after it."""
     saved_step: int = 0
     """The newest step of which there is a checkpoint, or which all replicas know without one: 0."""
 
@@ -385,7 +385,8 @@ class _Run:
             metrics = replace(metrics, model_flops_utilization=utilization)
             if is_evaluated and not self.begun:
                 metrics = replace(metrics, eval_loss=self.held_out_loss())
-                self.since = time.perf_counter()
+                if self.world.rendezvous is None:  # else the others go on meanwhile, and the next step counts both
+                    self.since = time.perf_counter()
             if self.log is not None:
                 self.log.write(metrics)
             if self.on_step is not None:
