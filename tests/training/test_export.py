@@ -30,8 +30,9 @@ def test_the_export_has_our_names(finished_run, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), outer.parameters(), strict=True))
     described = json.loads((tmp_path / "out" / "config.json").read_text())
     assert described["width"] == config.model.width and described["tokenizer"] == "bytes"
-    with pytest.raises(UserError, match="out is not empty: set output to a new directory"):
-        export_run(finished_run, "hf", tmp_path / "out")
+    for taken in (tmp_path / "out", tmp_path / "out" / "config.json"):
+        with pytest.raises(UserError, match=f"{taken} is no empty directory: set output to a new one"):
+            export_run(finished_run, "hf", taken)
 
 
 HARD = [

@@ -40,15 +40,15 @@ def export_run(
         merged: with hf, write the whole model where adapters of one were trained.
 
     Raises:
-        UserError: if there is no run, no checkpoint or no data, if `output` is not empty, or if transformers has
-            no class for the model.
+        UserError: if there is no run, no checkpoint or no data, if `output` is no empty directory, or if
+            transformers has no class for the model.
         FileWriteError: if a file can't be written, with its name and size.
     """
     if merged and to != "hf":
         raise UserError(f"merged with to={to} means nothing: take to=hf", "merged", "to")
     config = finished_config(source, prepared)
-    if output.exists() and any(output.iterdir()):
-        raise UserError(f"{output} is not empty: set output to a new directory", "output")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} is no empty directory: set output to a new one", "output")
     model, step = run_parameters(source, "outer")
     assert config.data.prepared is not None, "a run's config is resolved"
     tokenizer = load_tokenizer(config.data.prepared)
