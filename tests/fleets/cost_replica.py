@@ -30,7 +30,7 @@ def live(
     Args:
         url: of the run.
         name: of the replica.
-        first: the step after which requests and outer steps count; 0 counts the join, too, which waits for
+        first: the step after which requests and outer steps count; 0 counts the join, too, which ends at about
             half of the rounds between two snapshots.
         last: the last step.
         variables: the environment that leads to the store.
@@ -38,14 +38,14 @@ def live(
 
     Returns:
         creates, gets, bytes_up, bytes_down, seconds and each outer step's contributors, from `first` to `last`;
-        and the most seconds by which a step was late.
+        and the most seconds by which a step was late, or a join took longer than two rounds.
     """
     torch.set_num_threads(1)
     os.environ.update(variables)
     payloads._POLLS_PER_TURN = 1000  # on a busy machine, too, each average is made once
     if first == 0:
         _wait_between_two_snapshots(url)
-    combine = settings.pop("combine", "gather")
+    begin, combine = time.monotonic(), settings.pop("combine", "gather")
     rendezvous = diloco.StoreRendezvous(
         url, name=name, poll_seconds=POLL_SECONDS, snapshot_rounds=SNAPSHOT_ROUNDS, **settings
     )
@@ -62,7 +62,8 @@ def live(
     before = _usage(rendezvous)
     if first == 0:
         before = dict.fromkeys(before, 0.0) | {"seconds": before["seconds"]}
-    next_at, late = time.monotonic(), 0.0
+    next_at = time.monotonic()
+    late = next_at - begin - 2 * STEP_SECONDS * SYNC_EVERY if first == 0 else 0.0
     for step in range(1, last + 1):
         next_at += STEP_SECONDS
         time.sleep(max(0.0, next_at - time.monotonic()))
@@ -81,13 +82,13 @@ def live(
 
 
 def _wait_between_two_snapshots(url: str) -> None:
-    """Wait until half of the rounds between the snapshots with the first index, or later ones, are taken."""
+    """Wait until a round before half of those between the snapshots with the first index, or later ones."""
     store, deadline = Store.open(url), time.monotonic() + 60
     while not asyncio.run(store.list("index")):
         assert time.monotonic() < deadline, "no index is written"
         time.sleep(POLL_SECONDS)
     look = Look(url)
-    while look.again().rounds[-1] % SNAPSHOT_ROUNDS != SNAPSHOT_ROUNDS // 2:
+    while look.again().rounds[-1] % SNAPSHOT_ROUNDS != SNAPSHOT_ROUNDS // 2 - 1:
         assert time.monotonic() < deadline, "no further round is taken"
         time.sleep(POLL_SECONDS)
 

@@ -68,7 +68,7 @@ def _replicas(
     if num_shares > 1:
         settings |= {"combine": "reduce_scatter", "num_shares": num_shares}
     lives = [(f"r{m}", FIRST, FIRST + (8 + 8 * joins) * SYNC_EVERY) for m in range(3)]
-    lives += [(f"joiner{m}", 0, 3 * SYNC_EVERY) for m in range(joins)]
+    lives += [(f"joiner{m}", 0, 4 * SYNC_EVERY) for m in range(joins)]
     return [processes.submit(live, url, *one, server.environment, **settings) for one in lives]
 
 

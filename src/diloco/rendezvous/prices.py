@@ -157,13 +157,14 @@ def polling(
     longest_seconds: float = 0.0,
     num_payloads: float = 0,
     num_steps: float = 0,
+    num_entries: float = 0,
     round_trip_seconds: float = 0.0,
 ) -> Traffic:
     """The requests of replicas that look for something new: each asks for an entry and for the others' payloads.
 
-    A replica asks for an entry every p seconds, and whenever a payload or an entry comes: in a step n = K + 1
-    times, at random within the w seconds between two looks for a payload, which adds
-    n / (1 − e^(−n p / w)) − w / p − 1/2 requests. The time between two looks for a payload doubles from p to w, in
+    A replica asks for an entry every p seconds, and whenever a payload or an entry comes: in a step n times,
+    at random within the w seconds between two looks for a payload, which adds n / (1 − e^(−n p / w)) − w / p − 1/2
+    requests. The time between two looks for a payload doubles from p to w, in
     whole p: if it comes after t seconds, it was looked for t / w + log₂(w/p) − 1 + p/w times. Each look takes a
     round trip longer.
 
@@ -173,7 +174,8 @@ def polling(
         seconds: of the run.
         longest_seconds: w, from `longest_poll`.
         num_payloads: payloads of all replicas.
-        num_steps: outer steps; K is num_payloads / num_steps.
+        num_steps: outer steps.
+        num_entries: of the log; n is (num_payloads + num_entries) / num_steps.
         round_trip_seconds: of a request.
 
     >>> round(polling(3, poll_seconds=0.5, seconds=86400).dollars(S3), 3)
@@ -190,7 +192,7 @@ def polling(
     )
     again = 0.0
     if num_steps:
-        events = num_payloads / num_steps + 1
+        events = (num_payloads + num_entries) / num_steps
         again = num_steps * (events / -math.expm1(-events / ratio) - ratio - 0.5)
     gets = num_replicas * (looks * (1 + 1 / _POLLS_PER_CHECK) + again)
     doubled = num_payloads * (math.log2(ratio) - 1 + 1 / ratio)
@@ -271,6 +273,7 @@ def run_traffic(
             seconds=seconds,
             longest_seconds=longest_seconds,
             num_payloads=num_payloads,
+            num_entries=num_steps * (1 + 1 / snapshot_rounds) + num_joins,
             round_trip_seconds=round_trip_seconds,
         )
         + snapshots(
