@@ -30,6 +30,8 @@ from diloco.training.loop import train
 from diloco.training.processes import STORE
 from diloco.training.records.versions import RunPublisher
 
+BRIDGE = 7
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -156,6 +158,7 @@ def rendezvous_of(replica: int, run: str) -> SimpleNamespace:
     """A rendezvous in which a run of two fragments has ended."""
     logs = (SimpleNamespace(round=4), SimpleNamespace(round=3))
     state = SimpleNamespace(creator="", allowed=(), members=(), fragments=logs, run=run)
+    state.is_bridge = lambda replica: replica == BRIDGE
     return SimpleNamespace(replica=replica, is_closed=True, state=state)
 
 
@@ -256,6 +259,22 @@ def test_replicas_of_a_store_agree_who_publishes_and_what_is_last(tmp_path: Path
     with diloco.Follower(str(place)) as follower:
         listed = versions(place, follower=follower)
     assert [(version.step, version.facts.get("final")) for version in listed.values()] == [(18, None), (25, True)]
+
+
+def test_a_round_that_ends_with_a_shift_is_published_by_the_first_of_the_round_before(tmp_path: Path) -> None:
+    """The bridge is a member of the shift, and publishes nothing."""
+    place, published = tmp_path / "place", list[list[int]]()
+    for replica in (0, 1):
+        engine = diloco.StreamingDiLoCo(Net(), sync_every=6, exchange=diloco.LoopbackExchange())
+        publisher = publisher_of(engine, place, rendezvous=rendezvous_of(replica, "a"))
+        published.append([])
+        for taken, members in ((2, (1, 2)), (3, (BRIDGE,)), (4, (0, 1)), (5, (BRIDGE,))):
+            publisher.after(taken, [outer_step(fragment, taken, members) for fragment in (0, 1)])
+            if publisher._thread is not None:
+                publisher._thread = publisher._thread.join()
+                published[replica].append(taken)
+        publisher.close()
+    assert published == [[4, 5], [2, 3]]
 
 
 def take_long_to_publish(config: TrainConfig) -> bool:

@@ -48,6 +48,8 @@ class RunPublisher:
     state: TrainState
     _kept: dict[int, dict[int, tuple[dict[str, Tensor], int | None]]] = field(default_factory=dict)
     """Copies of Θ_p after a round, by round and fragment, each with the first replica of that outer step."""
+    _firsts: dict[int, int] = field(default_factory=dict)
+    """By fragment the first replica of its last outer step that was no shift, where it is known."""
     _publisher: Publisher | None = None
     _thread: threading.Thread | None = None
     _skipped: list[str] = field(default_factory=list)
@@ -101,16 +103,29 @@ class RunPublisher:
             return
         newest = {outer_step.sync.fragment: outer_step for outer_step in outer_steps}
         for outer_step in outer_steps:  # a joiner or a slow replica may take several; Θ is that after the last
-            if newest[outer_step.sync.fragment] is not outer_step and outer_step.sync.round % every == 0:
-                self._name_skipped(
-                    outer_step.sync.round, outer_step.sync.fragment, _first_of(outer_step), synchronizer
-                )
-        for p, outer_step in newest.items():
-            taken = outer_step.sync.round
-            if taken % every == 0:
-                self._keep(taken, p, _first_of(outer_step), synchronizer)
-                if len(self._kept.get(taken, ())) == len(synchronizer.settings.fragments):
-                    self._publish_round(taken, synchronizer)
+            p, taken, first = outer_step.sync.fragment, outer_step.sync.round, self._first_of(outer_step)
+            if taken % every:
+                continue
+            if newest[p] is not outer_step:
+                self._name_skipped(taken, p, first, synchronizer)
+                continue
+            self._keep(taken, p, first, synchronizer)
+            if len(self._kept.get(taken, ())) == len(synchronizer.settings.fragments):
+                self._publish_round(taken, synchronizer)
+
+    def _first_of(self, outer_step: OuterStep) -> int | None:
+        """The first replica in an outer step; of a shift, which counts the bridge, that in the one before it.
+
+        None in a fixed group, and where this process does not know it.
+        """
+        p, rendezvous = outer_step.sync.fragment, self.world.rendezvous
+        if rendezvous is None or self._publisher is None:
+            return None
+        if outer_step.cohort is None:  # a snapshot in the place of outer steps
+            self._firsts.pop(p, None)
+        elif not rendezvous.state.is_bridge(outer_step.cohort.members[0]):
+            self._firsts[p] = outer_step.cohort.members[0]
+        return self._firsts.get(p)
 
     def _keep(self, round: int, fragment: int, first: int | None, engine: StreamingDiLoCo) -> None:
         copies = self._copied(engine.settings.fragments[fragment].parameters)
@@ -251,8 +266,3 @@ class RunPublisher:
         """End without another version; one that is being published is left."""
         if self._publisher is not None:
             self._publisher.close()
-
-
-def _first_of(outer_step: OuterStep) -> int | None:
-    """The first replica that was in an outer step; None in a fixed group."""
-    return None if outer_step.cohort is None else outer_step.cohort.members[0]
