@@ -10,10 +10,12 @@ from tests.rendezvous.replicas import Replica, new_model
 
 from diloco.errors import FileError, UserError
 from diloco.rendezvous.log.entries import Body, Outer
+from diloco.rendezvous.log.index import retirable
 from diloco.rendezvous.log.keys import Signer, write_key
 from diloco.rendezvous.log.log import ENTRY, sealed_entry
 from diloco.rendezvous.objects import PAYLOAD, snapshot_name
 from diloco.rendezvous.replay import Replay, replayed
+from diloco.rendezvous.store import StoreError
 
 
 def signers(directory: Path) -> list[Signer]:
@@ -296,6 +298,33 @@ def test_a_payload_that_is_retired_meanwhile_is_no_violation(tmp_path: Path, mon
     monkeypatch.setattr(Replay, "_find_snapshots", find_while_a_payload_is_retired)
     replay = replayed(str(run.directory), initial=lambda _: run.initial)
     assert "entry 3 of the log: a payload was retired during the check: check again" in replay.notes
+    with pytest.raises(StoreError, match="went on, and deleted payloads of the newest outer steps"):
+        replay.parameters()
+    assert not replay.is_whole
     with pytest.raises(FileError, match="which is not in the store"):
         monkeypatch.setattr(Replay, "_find_snapshots", find)
         replayed(str(run.directory), initial=lambda _: run.initial)
+
+
+@pytest.mark.parametrize(
+    ("after", "has_initial"), [("_read_log", 1), ("_find_snapshots", 1), ("_find_snapshots", 0)]
+)
+def test_a_run_that_goes_on_while_it_is_read_is_no_violation(
+    after, has_initial, tmp_path: Path, monkeypatch
+) -> None:
+    """It deletes all that the replay was to read of it, and the two snapshots after it."""
+    run = Handwritten(tmp_path / "run")
+    run.train(5, snapshots_after=(2, 4))
+    method = getattr(Replay, after)
+
+    async def and_go_on(self: Replay, *arguments: object) -> None:
+        await method(self, *arguments)
+        run.train_on(9, snapshots_after=(6, 8))
+        run.retire()
+        snapshots = [str(path.relative_to(run.directory)) for path in run.path("snapshots").glob("*/*")]
+        for name in retirable(run.state, snapshots):
+            run.path(name).unlink()
+
+    monkeypatch.setattr(Replay, after, and_go_on)
+    with pytest.raises(StoreError, match="went on, and deleted"):
+        replayed(str(run.directory), initial=lambda _: run.initial if has_initial else None).parameters()

@@ -31,6 +31,7 @@ from diloco.rendezvous.log.run import OuterRef, RunState, SnapshotRef
 from diloco.rendezvous.objects import (
     AVERAGE,
     PAYLOAD,
+    AbsentError,
     Fetched,
     Header,
     Objects,
@@ -40,7 +41,7 @@ from diloco.rendezvous.objects import (
     snapshot_name,
 )
 from diloco.rendezvous.payloads import Memory
-from diloco.rendezvous.store import Store
+from diloco.rendezvous.store import Store, StoreError
 from diloco.schedule import Sync
 from diloco.wire import codec
 
@@ -220,29 +221,31 @@ class Counted:
         """The payloads of an entry, or the averages of its shares, made again."""
         if self.is_retired(ref):
             return None
-        fetching = (self._contribution(ref, part) for part in ref.body.contributions)
-        fetched = [each for each in await asyncio.gather(*fetching) if each is not None]
-        if len(fetched) < len(ref.body.contributions):
+        try:
+            fetched = await asyncio.gather(*(self._contribution(ref, part) for part in ref.body.contributions))
+            if self.objects.form.second is None:
+                payloads = {header.replica: payload for header, payload in fetched if payload is not None}
+                return Content(payloads=payloads, bytes_received=0)
+            headers, shares = [header for header, _ in fetched], range(self.objects.form.num_shares)
+            averages = [await self._average(ref, headers, share) for share in shares]
+            return Content(averages=tuple(averages), bytes_received=0)
+        except _RetiredError:
             self.notes.append(f"{source_of(ref.number)}: a payload was retired during the check: check again")
             return None
-        if self.objects.form.second is None:
-            payloads = {header.replica: payload for header, payload in fetched if payload is not None}
-            return Content(payloads=payloads, bytes_received=0)
-        headers, shares = [header for header, _ in fetched], range(self.objects.form.num_shares)
-        averages = [await self._average(ref, headers, share) for share in shares]
-        return Content(averages=tuple(averages), bytes_received=0)
 
-    async def _contribution(self, ref: OuterRef, counted: Contribution) -> Fetched | None:
-        """The header of a contribution, and its payload unless its shares are objects.
+    async def _is_needless(self, ref: OuterRef) -> bool:
+        """True if the run has gone on since, and may have deleted what an entry counts."""
+        newest = await Log(self.objects.store, self.state).read_all()
+        return all(ref.number != needed.number for needed in newest.since)
 
-        None if it was deleted since its name was listed, as the replicas of a run that goes on do.
-        """
+    async def _contribution(self, ref: OuterRef, counted: Contribution) -> Fetched:
+        """The header of a contribution, and its payload unless its shares are objects."""
         p, entry, name = ref.body.fragment, source_of(ref.number), PAYLOAD.name(counted.replica, counted.seq)
         public = self.state.members[counted.replica].key
         fetching = self.objects.payload(counted.replica, counted.seq, public)
         if (fetched := await self.objects.counted(ref, counted, fetching)) is None:
-            if name in self.present:
-                return None
+            if name in self.present or await self._is_needless(ref):
+                raise _RetiredError
             raise LogError(f"{entry} counts {name}, which is not in the store")
         header, payload = fetched
         base = self.bases[p].get(counted.base_round)
@@ -258,7 +261,7 @@ class Counted:
 
     async def _average(self, ref: OuterRef, headers: Sequence[Header], share: int) -> Payload:
         """The average of one share, made again, and compared with the one in the store, if it is there."""
-        fetched = await asyncio.gather(*(self._share(header, share) for header in headers))
+        fetched = await asyncio.gather(*(self._share(ref, header, share) for header in headers))
         here = {h.replica: (h, x) for h, x in zip(headers, fetched, strict=True) if isinstance(x, Tensor)}
         unsound = {h.replica: x for h, x in zip(headers, fetched, strict=True) if not isinstance(x, Tensor)}
         stored = await self.objects.average(self.state, ref, share)
@@ -289,14 +292,20 @@ class Counted:
             return f": {error}"
         return f", whose share is sound: replica {author} could not read it, or it lies"
 
-    async def _share(self, header: Header, share: int) -> Tensor | str:
+    async def _share(self, ref: OuterRef, header: Header, share: int) -> Tensor | str:
         """A member's payload of a share, or why it can't be had."""
         try:
             payload = await self.objects.share(header, share)
         except PayloadError as error:
+            if isinstance(error, AbsentError) and await self._is_needless(ref):
+                raise _RetiredError from None
             return str(error)
         self.sizes.append(payload.numel())
         return payload
+
+
+class _RetiredError(Exception):
+    """A payload was deleted since the log was read, as the replicas of a run that goes on do."""
 
 
 Initial = Callable[[Mapping[str, Any]], Mapping[str, Tensor] | None]
@@ -408,14 +417,15 @@ class Replay:
 
     @property
     def is_whole(self) -> bool:
-        """True if Θ is known."""
-        return len(self._vectors) == len(self._run_facts.form.sizes)
+        """True if Θ after the last entry is known."""
+        return all(self._rounds.get(p) == log.round for p, log in enumerate(self.state.fragments))
 
     def parameters(self) -> dict[str, Tensor]:
         """Θ by parameter name, after the last entry.
 
         Raises:
             UserError: if it is not known: there was no snapshot, and no initial parameters.
+            StoreError: if the run has gone on meanwhile, and deleted what was to be read.
         """
         fragments = range(len(self._run_facts.form.sizes))
         if unknown := [p for p in fragments if p not in self._vectors]:
@@ -424,6 +434,8 @@ class Replay:
                 "of them yet, so give the run's initial parameters",
                 "initial",
             )
+        if not self.is_whole:
+            raise self._deleted("payloads of the newest outer steps")
         return self._run_facts.named([self._vectors[p]["outer"] for p in fragments])
 
     async def _read_log(self, first: RunState) -> None:
@@ -579,13 +591,23 @@ class Replay:
 
     async def _is_retired(self, p: int, ref: SnapshotRef) -> bool:
         """True for a snapshot that nobody needs, and that was deleted since its name was listed."""
-        if ref in self.state.fragments[p].snapshots:
+        if snapshot_name(p, ref.round, ref.sha256) in [name for name, _ in await self._store.list("snapshots")]:
             return False
-        name = snapshot_name(p, ref.round, ref.sha256)
-        return name not in [there for there, _ in await self._store.list("snapshots")]
+        newest = await Log(self._store, self.state).read_all()
+        return ref not in newest.fragments[p].snapshots
+
+    def _deleted(self, what: str) -> StoreError:
+        return StoreError(
+            f"the run in {self._store.url} went on, and deleted {what} before they were read: try again"
+        )
 
     async def _snapshot(self, p: int, ref: SnapshotRef) -> dict[str, Tensor]:
-        stored = await self._objects.snapshot(p, ref)
+        try:
+            stored = await self._objects.snapshot(p, ref)
+        except LogError:
+            if await self._is_retired(p, ref):
+                raise self._deleted(f"snapshots of fragment {p}") from None
+            raise
         del self._snapshots[p][ref.round]
         kinds = {"outer", *(self._outer.slots if self._outer is not None else ())}
         if stored.vectors.keys() != kinds:
