@@ -67,6 +67,13 @@ def test_one_machine_that_never_fails_by_hand():
     assert plan.num_steps == round(20e8 / plan.run.step_tokens)
 
 
+def test_no_store_is_planned_that_would_refuse_the_snapshots():
+    """Of 48 layers and 7e9 parameters, 6 in a fragment have 6.9 GB of Θ and momentum."""
+    kind = replace(HOME, up_mbit_s=1e5, down_mbit_s=1e5, count=2, has_open_port=True)
+    sizes = {(plan.store is None, plan.layers_per_fragment) for plan in all_plans(task(kind, num_params=7e9))}
+    assert sizes == {(False, 3), (True, 3), (True, 6), (True, 12)}
+
+
 def test_machines_in_a_free_store_by_hand():
     kind = replace(HOME, up_mbit_s=1e5, down_mbit_s=1e5, count=4)
     plans = all_plans(task(kind, num_params=1e9, prices=FREE))

@@ -51,6 +51,8 @@ LEAST_OUTER_STEPS = 10
 MONTH_HOURS = 720.0
 """The deadline where a budget alone is given: one machine alone, for years, has the least loss."""
 _MOST_KINDS = 8
+_MOST_OBJECT_BYTES = 5e9
+"""Size of the largest object that S3 and R2 take, such as a snapshot of Θ and momentum of a fragment."""
 _MOST_CHECKS = 10
 _METHOD: Method = "streaming_overlapped_fp4"
 _QUORUM = "majority"
@@ -414,7 +416,9 @@ def _all_plans(
                 continue
             base = _run(fleet, machines, step_tokens, sync_every, -(-num_layers // size) + 1)
             loss = expected_loss(fleet.num_params, num_replicas, sync_every)
-            for run, store, wire, forecast in _ways(base, prices):
+            snapshot_bytes = 8 * _largest_fragment(fleet.num_params, size)
+            stores = prices.stores if snapshot_bytes <= _MOST_OBJECT_BYTES else ()
+            for run, store, wire, forecast in _ways(base, stores):
                 plan = FleetPlan(
                     run=run,
                     num_tokens=num_tokens,
@@ -475,10 +479,15 @@ def _needs_offload(num_params: float, machines: Sequence[Machines], layers_per_f
 
 def _memory_gib(num_params: float, layers_per_fragment: int, *, offload: bool) -> float:
     """Parameters, gradients, Adam's moments, Θ and momentum, and the 2.5 vectors of a sync (speed.md, Memory)."""
-    size = ModelSize(num_params=num_params)
-    fragment = max(size.outside_params, min(layers_per_fragment, size.num_layers) * size.block_params)
+    fragment = _largest_fragment(num_params, layers_per_fragment)
     state_gib = device_memory_gib(num_params, fragment if offload else num_params)
     return state_gib + 4 * (num_params + 2.5 * fragment) / 2**30
+
+
+def _largest_fragment(num_params: float, layers_per_fragment: int) -> float:
+    """The parameters of the largest fragment."""
+    size = ModelSize(num_params=num_params)
+    return max(size.outside_params, min(layers_per_fragment, size.num_layers) * size.block_params)
 
 
 def _run(
@@ -498,7 +507,7 @@ def _run(
     )
 
 
-def _ways(base: FleetRun, prices: PriceTable) -> Iterator[tuple[FleetRun, Prices | None, str, Forecast]]:
+def _ways(base: FleetRun, stores: Sequence[Prices]) -> Iterator[tuple[FleetRun, Prices | None, str, Forecast]]:
     """The run with each codec and way to combine, as a fixed group and in each store."""
     num_replicas = base.num_replicas
     can_connect = num_replicas == 1 or all(kind.has_open_port for kind in base.machines)
@@ -512,7 +521,7 @@ def _ways(base: FleetRun, prices: PriceTable) -> Iterator[tuple[FleetRun, Prices
             if num_replicas > 1 and (overlap_steps := store_overlap(run)) is not None:
                 run = replace(run, overlap_steps=overlap_steps)
                 forecast = in_a_store(run)
-                yield from ((run, store, wire, forecast) for store in prices.stores)
+                yield from ((run, store, wire, forecast) for store in stores)
 
 
 _SHARES = (16, 64)
