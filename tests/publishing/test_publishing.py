@@ -775,7 +775,10 @@ def test_a_follower_that_is_slower_than_retention(place: str) -> None:
         with diloco.Publisher(place, dtype=None, whole_every=2, keep=1) as publisher:
             for number in range(2, 12):
                 version = publisher.publish(state := changed(states[1], number), step=number)
+            before = follower.store.requests["get"]
             assert follower.update() == version and same_bits(state, follower.state)
+            # Of the deleted ones the first alone; two headers, and the body of each.
+            assert follower.store.requests["get"] - before == 1 + 2 * 2
             version = publisher.publish(changed(states[1], 12), step=12)
         # What it is about to read is deleted, each time.
         for part in Path(place, "bodies").rglob("0*/00000"):

@@ -333,9 +333,11 @@ class Chain:
 
     async def _between(self, first: int, newest: Version) -> list[Version]:
         """The versions from a number to the newest; empty if one of them is not there."""
-        makers = [lambda number=number: self.version(number) for number in range(first, newest.number)]
-        versions = [version for version in await _several(makers) if version is not None]
-        return [*versions, newest] if len(versions) == len(makers) else []
+        versions = [await self.version(first)] if first < newest.number else []
+        if None not in versions:  # the oldest are deleted first, and who is far behind lacks thousands
+            makers = [lambda number=number: self.version(number) for number in range(first + 1, newest.number)]
+            versions += await _several(makers)
+        return [] if None in versions else [*(version for version in versions if version is not None), newest]
 
     async def _go(self, way: "Sequence[_Stage]") -> Held:
         """Take the bodies of a way, one after another; after each, a version is held."""
