@@ -146,6 +146,8 @@ def test_a_run_without_keys_has_no_list(tmp_path, run, capsys):
     plain = Run(tmp_path / "open")
     plain.create(Signer())
     assert "the run was created without keys" in refusal(capsys, "keys", "allow", str(plain.url), "a" * 64)
+    assert "there is no directory" in refusal(capsys, "keys", "allow", str(tmp_path / "opne"), "a" * 64)
+    assert not (tmp_path / "opne").exists()
 
 
 def test_a_log_that_was_tampered_with_is_not_written_to(run, capsys):

@@ -13,7 +13,7 @@ from diloco.errors import DilocoError, UserError
 from diloco.files import expanded
 from diloco.rendezvous.log.entries import Keys
 from diloco.rendezvous.log.keys import VARIABLE, Signer, signer_of_environment, write_key
-from diloco.rendezvous.log.log import Log, first_entry
+from diloco.rendezvous.log.log import Log, first_entry, open_run
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.store import Store
 
@@ -95,7 +95,7 @@ def _change(url: str, change: Keys) -> None:
     signer = signer_of_environment()
     if not signer.public:
         raise UserError(f"set {VARIABLE} to the key file of the run's creator, who alone changes who may join")
-    number, state = asyncio.run(_changed(Store.open(url), signer, change))
+    number, state = asyncio.run(_changed(open_run(url), signer, change))
     done = "nothing to change" if number is None else f"written as entry {number} of the log"
     print(f"{done}; {len(state.allowed)} key{'s' * (len(state.allowed) != 1)} may join the run:")
     for key in state.allowed:
