@@ -129,6 +129,15 @@ def test_each_step_is_that_of_the_equation(name, shape):
         np.testing.assert_allclose(parameter.detach().numpy(), expected, atol=case.atol)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_rate_of_zero_moves_nothing(name):
+    """As a step is taken that is only to be timed."""
+    parameter, optimizer = begun(CASES[name].update, np.ones((2, 3)))
+    for _ in range(2):
+        take_step(parameter, optimizer, torch.ones_like, 0.0)
+    assert torch.equal(parameter, torch.ones(2, 3))
+
+
 TORCHS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"betas": (0.8, 0.7), "eps": 1e-3, "weight_decay": 0.3, "fused": True}),
     "muon": (torch.optim.Muon, {"momentum": 0.9, "weight_decay": 0.3, "adjust_lr_fn": "match_rms_adamw"}),

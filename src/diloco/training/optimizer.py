@@ -177,7 +177,7 @@ class ScheduleFree(Update):
         direction = gradient / ((second / (1 - self.beta2**step)).sqrt() + self.epsilon)
         direction += self.weight_decay * self.gradient_point(x, state)
         ahead = ahead - learning_rate * direction
-        weight = learning_rate**2 / squares
+        weight = learning_rate**2 / squares.clamp(min=torch.finfo(squares.dtype).tiny)  # 0 / 0 is 0
         return [x + weight * ahead, step, squares, second, (1 - weight) * ahead]
 
 
