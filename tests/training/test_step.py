@@ -9,6 +9,8 @@ import pytest
 import torch
 from tests.training.cases import begin, rate, resolved, tokens_of
 
+from diloco.models.decoder_config import DecoderConfig
+from diloco.models.language_model import LanguageModel
 from diloco.training.config.config import OptimizerConfig
 from diloco.training.config.recipes import tiny
 from diloco.training.loop import inner_step
@@ -72,6 +74,22 @@ def test_inner_steps_equal_adamw_by_hand(micro_batch):
         assert measured == pytest.approx(loss_and_norm, rel=1e-5)
     for name, parameter in state.model.named_parameters():
         torch.testing.assert_close(parameter.detach().double(), parameters[name], rtol=1e-4, atol=1e-5)
+
+
+class Packed(torch.nn.Parameter):
+    """Weights in a form of their own, as those of bitsandbytes."""
+
+
+def test_bf16_params_leave_packed_weights_as_they_are(monkeypatch):
+    def initial(config: DecoderConfig, *, seed: int) -> LanguageModel:
+        model = config.build(seed=seed)
+        model.packed = Packed(torch.ones(3), requires_grad=False)
+        return model
+
+    monkeypatch.setattr(DecoderConfig, "initial", initial)
+    model = initial_state(resolved(num_replicas=1, precision="bf16-params"), alone("bf16-params")).model
+    assert model.packed.dtype == torch.float32
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.bfloat16}
 
 
 def test_the_learning_rate_warms_up_to_the_peak_and_ends_at_five_percent():

@@ -275,7 +275,8 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     model = config.model.initial(seed=config.seed)
     if config.precision == "bf16-params":
         for parameter in model.parameters():  # not the buffers, such as the frequencies of RoPE
-            parameter.data = parameter.data.to(torch.bfloat16)
+            if type(parameter) is nn.Parameter:  # not the class of weights that are packed in 4 bits
+                parameter.data = parameter.data.to(torch.bfloat16)
     if world.mesh is None:
         model.to(world.device)
     else:
