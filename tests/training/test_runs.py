@@ -116,6 +116,14 @@ def test_a_resume_knows_whether_a_warm_up_was_asked_for(run):
     assert full(no_phase) == read_config(run.directory)
 
 
+def test_a_shorter_phase_sends_each_fragment(run):
+    """As a new run does: the outer parameters of another would stay the initial ones."""
+    shorter = {steps: replace(resumable(run.directory), num_tokens=steps * 512) for steps in (15, 16)}
+    assert resume_config(run.directory, shorter[16])
+    with pytest.raises(UserError, match="fragment 2 is first sent at step 16, and the run has 15"):
+        resume_config(run.directory, shorter[15])
+
+
 def test_a_longer_phase_keeps_the_outer_rule_that_auto_chose(run):
     started = with_value(replace(run, name="auto"), "diloco.outer", "auto")
     claim(started)

@@ -31,6 +31,7 @@ from diloco.training.config.config import (
     to_json,
     with_value,
 )
+from diloco.training.config.engine_settings import check
 from diloco.training.config.resolve import TextFacts, resolve, resolved, text_facts
 from diloco.training.optimizer import learning_rate
 from diloco.training.processes import under_a_launcher
@@ -251,8 +252,8 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
         asked: what `resumable` gives, with changes.
 
     Raises:
-        UserError: if a change would make it another run, with both values; and if the run has results and no
-            checkpoint, since it would begin anew and replace them.
+        UserError: if a change would make it another run, with both values; if a fragment is never sent in a
+            shorter one; and if the run has results and no checkpoint, since it would begin anew and replace them.
     """
     saved, saved_asked = read_config(directory), read_asked(directory)
     if not asked.recipe:  # a store's replica that was started again without one
@@ -273,6 +274,8 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
     now = resolve(asked, vocab_size=saved.model.vocab_size, prepared=asked.data.prepared)
     for name, (old, value) in differences(saved, now).items():
         _check_change(directory, asked, name, old, value)
+    if now.num_steps < saved.num_steps:
+        check(now)
     check_text(asked.directory, asked.data, field="data.prepared")
     results = [name for name in (SUMMARY_FILE, OUTER_FILE) if (directory / name).exists()]
     held = [finished_steps(saved.checkpoints, replica) for replica in range(saved.num_replicas)]
