@@ -11,9 +11,11 @@ from tests.rendezvous.handwritten import SEED, Handwritten
 from diloco.data.shards import read_index
 from diloco.errors import DilocoError, UserError
 from diloco.models.hugging_face_config import HuggingFaceConfig
+from diloco.outer.digest import parameters_hash
+from diloco.rendezvous.replay import INITIAL
 from diloco.schema import flat
 from diloco.training.config.config import TrainConfig, get, to_json
-from diloco.training.config.joined import check_text, config_of, joined_config
+from diloco.training.config.joined import check_text, config_of, joined_config, known
 from diloco.training.config.recipes import tiny
 from diloco.training.config.resolve import (
     DATA_DIGEST,
@@ -27,6 +29,7 @@ from diloco.training.prepare import prepare_run
 from diloco.training.records.export import export_run
 from diloco.training.records.finished import evaluate_run, run_parameters
 from diloco.training.records.runs import read_config
+from diloco.training.records.store_runs import initial_parameters
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +107,16 @@ def test_a_joiner_takes_what_all_share_from_the_log_and_nothing_that_is_its_own(
     default = TrainConfig(num_replicas=1, **sizes)
     own = [name for name in names_with_rendezvous() if not name.startswith("model.")]
     assert [name for name in own if get(config, name) != get(default, name)] == ["rendezvous"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_initial_parameters_of_either_precision_are_made_again(tmp_path, dtype):
+    """With bf16-params, Θ begins with what the replicas' own parameters were rounded to."""
+    facts = shared(tmp_path)
+    model = known("store", config_of(facts)).model.initial(seed=SEED)
+    rounded = {name: parameter.detach().to(dtype).float() for name, parameter in model.named_parameters()}
+    made = initial_parameters(facts | {INITIAL: parameters_hash(rounded)})
+    assert made is not None and all(torch.equal(made[name], value) for name, value in rounded.items())
 
 
 NO_MODEL = dict.fromkeys(("model.num_layers", "model.width", "model.vocab_size", "model.num_heads"))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from diloco.errors import FileError, UserError, setting
@@ -88,5 +89,8 @@ def initial_parameters(facts: Mapping[str, Any]) -> dict[str, Tensor] | None:
         return None
     check_model(config.model, here=True)
     model = config.model.initial(seed=config.seed)
-    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    return parameters if parameters_hash(parameters) == facts.get(INITIAL) else None
+    for dtype in (torch.float32, torch.bfloat16):  # the latter by precision=bf16-params, which no fact names
+        parameters = {n: p.detach().to(dtype).float() for n, p in model.named_parameters() if p.requires_grad}
+        if parameters_hash(parameters) == facts.get(INITIAL):
+            return parameters
+    return None
