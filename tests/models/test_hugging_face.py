@@ -14,6 +14,7 @@ from diloco.fragments import strided
 from diloco.models.hugging_face_config import hugging_face_model
 from diloco.models.writer import Writer, generate
 from diloco.publishing.directories import FollowedDirectory
+from diloco.training.config import resolve
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -172,7 +173,7 @@ def test_an_adapter_of_a_tied_weight_is_merged_into_that_alone(target, folder, t
     assert error < 1e-5 * expected.norm(), "W + BA is added up before the product with x, not after it"
 
 
-def test_weights_of_four_bits_get_adapters_and_are_widened_where_those_are_merged(tmp_path):
+def test_weights_of_four_bits_get_adapters_and_are_widened_where_those_are_merged(tmp_path, monkeypatch):
     for package in ("peft", "bitsandbytes"):
         pytest.importorskip(package)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -203,6 +204,10 @@ def test_weights_of_four_bits_get_adapters_and_are_widened_where_those_are_merge
     assert sum(value.numel() for value in adapted.state_dict().values()) == config.num_trained_params
     with pytest.raises(UserError, match=r"keeps .*absmax in a buffer, .*: take adapters, with model.lora"):
         hugging_face_model(str(tmp_path / "small")).initial(seed=0)
+    monkeypatch.setattr(resolve, "memory_bytes", lambda: config.num_matrix_params)
+    resolve.check_model(config, here=True)
+    with pytest.raises(UserError, match="the parameters alone take"):
+        resolve.check_model(hugging_face_model(str(tmp_path / "whole")), here=True)
 
 
 def test_on_meta_the_weights_are_not_read(folder):

@@ -137,6 +137,12 @@ class HuggingFaceConfig(ModelConfig):
         return sum(size for size, _, _ in _sizes(self))
 
     @property
+    def least_bytes(self) -> int:
+        """The parameters take at least this memory: those that a library has quantized may have 4 bits."""
+        is_quantized = "quantization_config" in json.loads(self.architecture)
+        return super().least_bytes // (8 if is_quantized else 1)
+
+    @property
     def num_trained_params(self) -> int:
         """The parameters that are trained, and so exchanged: those of the whole model, or of the adapters."""
         return sum(size for size, _, is_trained in _sizes(self) if is_trained)

@@ -115,6 +115,11 @@ class ModelConfig(ABC):
         return self.num_matrix_params
 
     @property
+    def least_bytes(self) -> int:
+        """The parameters take at least this memory."""
+        return 4 * self.num_matrix_params
+
+    @property
     def num_trained_params(self) -> int:
         """The parameters that are trained, and so exchanged."""
         return self.num_params

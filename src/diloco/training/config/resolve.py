@@ -80,7 +80,7 @@ def logit_bytes(config: TrainConfig) -> int:
 def check_model(model: ModelConfig, *, here: bool) -> None:
     """Compare a model's parameters alone; arguments and errors as those of `check_sizes`."""
     values = {f"model.{name}": getattr(model, name) for name in model.size_fields}
-    _check(values, 4 * model.num_matrix_params, "parameters", here=here)
+    _check(values, model.least_bytes, "parameters", here=here)
 
 
 def _check(values: Mapping[str, int | str], num_bytes: int, content: str, *, here: bool) -> None:
