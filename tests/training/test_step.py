@@ -112,6 +112,14 @@ def test_wsd_stays_at_the_peak_and_decays_in_the_last_steps():
     assert rate(config, 44.5) == peak and rate(config, 100) == pytest.approx(0.05 * peak)
 
 
+def test_wsd_may_decay_from_the_end_of_the_warm_up_on():
+    """Of 60 steps, 6 warm up by default, and 0.9 of them decay: in floats 1 − 0.9 is less than 0.1."""
+    config = resolved(optimizer=replace(tiny().optimizer, schedule="wsd", decay_fraction=0.9))
+    rates = [rate(config, step) for step in range(1, 61)]
+    assert max(rates) == rates[5] == config.optimizer.learning_rate
+    assert all(a > b for a, b in pairwise(rates[5:]))
+
+
 class Counting(FixedProgress):
     """Progress that remembers when it was asked."""
 

@@ -344,7 +344,7 @@ def _with_warmup(optimizer: OptimizerConfig, num_steps: int) -> OptimizerConfig:
             "a larger num_tokens",
             *("optimizer.warmup_steps", "num_tokens"),
         )
-    if optimizer.schedule == "wsd" and warmup_steps > (1 - optimizer.decay_fraction) * num_steps:
+    if optimizer.schedule == "wsd" and warmup_steps + optimizer.decay_fraction * num_steps > num_steps:
         raise UserError(
             f"optimizer.decay_fraction={optimizer.decay_fraction} of {num_steps} steps begins before the warm-up "
             f"of {warmup_steps} steps has ended: take a smaller one of the two",
