@@ -34,6 +34,7 @@ def test_the_best_value_is_that_of_the_lowest_mean_in_each_setting():
         for seed, loss in enumerate(of_seeds)
     ]
     rows.append({"method": "b", "rate": 3, "seed": 0, "failed": "diverged"})
+    rows.append({"method": "b", "rate": 3, "seed": 1, "eval_loss": 0.1})  # lucky
     best = at_best(rows, "rate", "method")
     assert [(row["method"], row["rate"], row["seed"]) for row in best] == [
         ("a", 2, 0),

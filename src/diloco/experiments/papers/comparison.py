@@ -24,15 +24,19 @@ def chosen(rows: Iterable[Row], **labels: Any) -> list[Row]:
 
 
 def at_best(rows: Sequence[Row], tuned: str, *names: str) -> list[Row]:
-    """The rows with the best value of the label `tuned`, by mean loss, for each setting of the labels `names`."""
+    """The rows with the best value of the label `tuned`, for each setting of the labels `names`.
+
+    It has the lowest mean loss of the values with the most finished runs: a value at which a seed has diverged is
+    not the best by the others.
+    """
     groups: dict[tuple, dict[Any, list[Row]]] = {}
     for row in finished(rows):
         groups.setdefault(tuple(row.get(name) for name in names), {}).setdefault(row.get(tuned), []).append(row)
-    return [row for by_value in groups.values() for row in min(by_value.values(), key=_mean_loss)]
+    return [row for by_value in groups.values() for row in min(by_value.values(), key=_rank)]
 
 
-def _mean_loss(rows: Sequence[Row]) -> float:
-    return statistics.mean(float(row["eval_loss"]) for row in rows)
+def _rank(rows: Sequence[Row]) -> tuple[int, float]:
+    return -len(rows), statistics.mean(float(row["eval_loss"]) for row in rows)
 
 
 def flops(row: Row) -> float:
