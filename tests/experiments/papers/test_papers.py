@@ -10,6 +10,7 @@ from tests.experiments.papers.made_up import made_up
 
 from diloco.errors import UserError
 from diloco.experiments.papers import EXPERIMENTS, experiment, rules, streaming
+from diloco.experiments.papers.comparison import chosen
 from diloco.experiments.papers.tiers import BASELINE, DILOCO, STREAMING, TIERS
 from diloco.scaling.gap_laws import diloco_gap, streaming_gap
 from diloco.training.config.config import TrainConfig
@@ -245,6 +246,28 @@ def test_an_overtrained_run_is_timed_by_its_own_period(monkeypatch):
     one = experiment("overtraining", TIERS["paper"]())
     one.panels(made_up(one))
     assert [periods[0]({"size": size}) for size in ("1B", "90M")] == [100, 30]
+
+
+def test_a_verdict_is_on_all_sizes_of_a_tier():
+    laws = TIERS["paper"]().of_laws
+    assert laws is not None
+    tier = replace(laws, seeds=(0, 1))  # of one seed no difference has a verdict
+    cadence, batch = experiment("sync_cadence", tier), experiment("batch_size", tier)
+
+    def cost(row):
+        of_period = {1: 0.25}.get(row["replicas"], 0.5 if row["size"] == "550M" else 1.0)
+        best_rate = (BEST_RATE | {300: 1.0})[row["H"]]
+        return 1 + (row["outer_learning_rate"] - best_rate) ** 2 + 1e-3 * row["H"] * of_period
+
+    assert cadence.finding(made_up(cadence, cost)).verdict.endswith("in a larger model: agrees")
+
+    def fails_at_550m(row):
+        is_baseline, fails = row["method"] == "Data-Parallel", row["size"] == "550M"
+        return 1 + row["batch_tokens"] * (1e-7 if is_baseline == fails else 2e-7)
+
+    rows = made_up(batch, fails_at_550m)
+    assert batch.finding(rows).verdict == "disagrees"
+    assert batch.finding(chosen(rows, size="90M")).verdict == "cannot tell", "of the others there is no run yet"
 
 
 @pytest.mark.parametrize("name", ["sync_cadence", "outer_cosine"])

@@ -7,6 +7,7 @@ from typing import Any
 from diloco.experiments.papers.comparison import (
     Change,
     Row,
+    Verdict,
     all_of,
     at_best,
     change,
@@ -73,16 +74,19 @@ def sync_cadence(tier: Tier) -> Experiment:
         verdicts = [common(of_grid) if len(of_grid) > 1 else "cannot tell" for of_grid in rises]
         if not listed:
             return Finding("no run", "cannot tell")
-        costs = [_cost_of_period(rows, grid) for grid in tier.cadence_grids]
-        over = ", ".join(f"{_name(grid)} {cost}" for grid, cost in zip(tier.cadence_grids, costs, strict=True))
-        first, one, *_, larger = costs
+        costs = {(grid.size, grid.replicas): _cost_of_period(rows, grid) for grid in tier.cadence_grids}
+        over = ", ".join(f"{_name(grid)} {costs[grid.size, grid.replicas]}" for grid in tier.cadence_grids)
+        size, several = tier.cadence_grids[0].size, tier.cadence_grids[0].replicas
+        of_several = [n for n, replicas in costs if replicas == several]
+        smaller, *_, larger = sorted(of_several, key=lambda n: num_params(tier.sizes[n]))
         measured = (
             f"best outer learning rate, in each seed: {'; '.join(listed)}; loss at H = {_LONG} over {_SHORT}, "
             f"each at its best rate: {over}"
         )
         verdict = (
-            f"{all_of(*verdicts)}; a long H costs less with one replica: {first.rises_over(one)}, and in a larger "
-            f"model: {first.rises_over(larger)}"
+            f"{all_of(*verdicts)}; a long H costs less with one replica: "
+            f"{costs[size, several].rises_over(costs[size, 1])}, and in a larger model: "
+            f"{costs[smaller, several].rises_over(costs[larger, several])}"
         )
         return Finding(measured, verdict)
 
@@ -145,7 +149,7 @@ def batch_size(tier: Tier) -> Experiment:
                     yield LabelledRun({"method": _method(replicas), "size": grid.size, **labels}, config)
 
     def finding(rows: Sequence[Row]) -> Finding:
-        listed, verdict = [], "cannot tell"
+        listed, tested, begins = [], list[Verdict](), dict[int, float]()
         for grid in tier.batch_grids:
             small, large = (
                 int(tier.sizes[grid.size].tokens_per_step * edge)
@@ -160,14 +164,12 @@ def batch_size(tier: Tier) -> Experiment:
             named = ", ".join(f"{_method(replicas)} {cost}" for replicas, cost in costs)
             listed.append(f"{grid.size}, {large} tokens over {small}, {grid.tokens}× the token budget: {named}")
             begins = {replicas: larger_batch_from(replicas) for replicas in grid.replicas}
-            num_params = max((float(row["num_params"]) for row in best), default=0.0)
-            tested = [
+            tested += [
                 baseline.rises_over(other)
                 for replicas, other in zip(grid.replicas, others, strict=True)
-                if num_params >= begins[replicas]
+                if num_params(tier.sizes[grid.size]) >= begins[replicas]
             ]
-            verdict = all_of(*tested) if tested else _not_at_this_size(begins)
-        return Finding("; ".join(listed), verdict)
+        return Finding("; ".join(listed), all_of(*tested) if tested else _not_at_this_size(begins))
 
     return Experiment(
         name="batch_size",
