@@ -123,6 +123,21 @@ def test_values_on_the_edge_of_the_grid_are_named_and_have_no_interval():
     assert inside["batch_tokens"]["low"] is not None, "a parabola's minimum is no value of the grid"
 
 
+def test_more_seeds_of_the_best_runs_alone_make_the_grid_no_finer():
+    def repeated(points):
+        best = best_points(points)
+        return Laws([replace(point, num_seeds=3) if point in best else point for point in points])
+
+    edges = predict(4e5, 2, laws=repeated(grid(0.008, 1024)))
+    for name in ("learning_rate", "batch_tokens"):
+        assert edges[name]["low"] is None and "less than the step between values tried" in edges[name]["reason"]
+        assert f"the best {name} of 10 of the law's 10 points is the smallest or the largest" in edges["warning"]
+    inside = predict(4e5, 2, laws=repeated(grid(0.0113, 2048)))
+    assert inside["warning"] is None
+    assert inside["batch_tokens"]["value"] == pytest.approx(2048), "no neighbour has as many seeds"
+    assert "a factor 2" in inside["batch_tokens"]["reason"]
+
+
 def test_an_edge_is_judged_by_the_values_tried_beside_the_best():
     wide = [
         Point(1e6, 1, 3.0 + loss, {"learning_rate": rate, "batch_tokens": batch})

@@ -5,7 +5,7 @@ The best batch of a size is a parabola's minimum in log2(B), through the values 
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
@@ -79,8 +79,12 @@ class Laws:
 
     def is_on_edge(self, point: Point, quantity: str) -> bool:
         """True if a point of `best` has the smallest or the largest value tried: a better one may lie beyond."""
-        value, tried = point.settings[quantity], losses_beside(self.runs_of(point), point, quantity)
+        value, tried = point.settings[quantity], self._tried(point, quantity)
         return len({value, *tried}) > 1 and not min(tried) < value < max(tried)
+
+    def _tried(self, point: Point, quantity: str) -> list[float]:
+        """The values tried beside a point of `best`, with however few seeds."""
+        return list(losses_beside(self.runs_of(point), replace(point, num_seeds=1), quantity))
 
     def unequally_tried(self) -> dict[int, dict[float, int]]:
         """The number of outer learning rates tried at each size, for every M where sizes differ in it."""
@@ -94,11 +98,9 @@ class Laws:
 
     def _step(self, best: Sequence[Point], quantity: str) -> float:
         """The least factor between values tried beside the best; 1 if the law's points do not lie on a grid."""
-        if quantity == "loss":
+        if quantity == "loss" or all(self.value(point, quantity) != point.settings[quantity] for point in best):
             return 1.0
-        if quantity == "batch_tokens" and not any(self.is_on_edge(point, quantity) for point in best):
-            return 1.0
-        tried = (list(losses_beside(self.runs_of(point), point, quantity)) for point in best)
+        tried = (self._tried(point, quantity) for point in best)
         return min((high / low for values in tried for low, high in pairwise(values)), default=1.0)
 
     def _check(self, num_replicas: int, kind: Kind) -> None:
