@@ -3,6 +3,7 @@
 import logging
 import os
 import platform
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -90,6 +91,7 @@ def _cpu_has_bf16() -> bool | None:
 
 DENSE_BF16_FLOPS = {
     "B200": 2250e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -109,7 +111,7 @@ DENSE_BF16_FLOPS = {
     "RTX 3090": 71e12,
 }
 """Floating-point operations a second in bfloat16, sums in FP32, without sparsity, by NVIDIA's data sheets; by the
-first part of a GPU's name that is found in this order."""
+first part of a GPU's name that is found in this order, before no letter, digit, Ti or Laptop."""
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -122,10 +124,11 @@ def peak_flops(device: torch.device) -> float | None:
 def flops_of(name: str) -> float | None:
     """The entry of a GPU's name.
 
-    >>> flops_of("NVIDIA H100 80GB HBM3"), flops_of("NVIDIA H100 PCIe"), flops_of("Tesla T4")
+    >>> flops_of("NVIDIA H100 80GB HBM3"), flops_of("NVIDIA H100 PCIe"), flops_of("NVIDIA RTX A4000")
     (989000000000000.0, 756000000000000.0, None)
     """
-    return next((flops for part, flops in DENSE_BF16_FLOPS.items() if part in name), None)
+    flops_by_part = DENSE_BF16_FLOPS.items()
+    return next((flops for part, flops in flops_by_part if re.search(rf"{part}(?!\w| Ti| Laptop)", name)), None)
 
 
 def wait_for(device: torch.device) -> None:
