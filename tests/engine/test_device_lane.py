@@ -137,6 +137,35 @@ def test_the_log_of_a_replica_on_a_device_gives_its_bits(like_apples: bool, tmp_
     assert parameters_hash(replay.parameters()) == digest
 
 
+def saved_and_loaded() -> list[tuple[int, list[str]]]:
+    """The races of a state that is read after each step, and of one that is loaded after a send."""
+    races = []
+    with FakeDevice() as device:
+        case = Case(P=2, H=4, T=8, tau=3, wire="topk:density=0.1", beta=0.9)
+        model = device.on_device(case.model())
+        engine = case.engine(model)
+        begun = {
+            name: {key: values.clone() for key, values in value.items()} if isinstance(value, dict) else value
+            for name, value in engine.state_dict().items()
+        }
+        for t in range(1, case.T + 1):
+            learn(model, 0, t)
+            engine.step()
+            if t < case.T:
+                for tensor in engine.state_dict()["error"].values():
+                    tensor.cpu()
+            races.append((t, [*device.races]))
+            device.races.clear()
+        engine.load_state_dict(begun)
+        races.append((0, [*device.races]))
+    return races
+
+
+def test_a_state_is_saved_and_loaded_after_what_a_send_still_writes():
+    [races] = run_replicas(saved_and_loaded, 1)
+    assert not [each for each in races if each[1]]
+
+
 def wait_for_sends(engine: diloco.StreamingDiLoCo) -> None:
     deadline = time.monotonic() + 20
     while not all(flight.sent.done() for flight in engine._membership.in_flight):

@@ -480,6 +480,7 @@ class FixedMembership(Membership):
         Keys and shapes are the same whatever is in flight, and Θ and the slots are the engine's own.
         """
         replica, named = self.replica, self.replica.parameters.all_named
+        replica.lane.join()  # a send may still be writing the error
         settings = replica.settings
         return {
             **settings.facts_of_state(replica.number, self.transport.num_replicas),
@@ -514,6 +515,7 @@ class FixedMembership(Membership):
         """Take up a state, and send again what was in flight."""
         replica = self.replica
         replica.resume(accepted)
+        replica.lane.join()  # a send may still be writing the error
         for kind in replica.state.kinds:
             for p, flat_N in enumerate(replica.state.at_home(kind)):
                 flat_N.copy_(replica.parameters.flat_of(p, accepted[kind]))
