@@ -252,6 +252,17 @@ def one_job_without_rank(port: int, folder: str) -> str:
     return error_of_connect(folder)
 
 
+def test_jobs_of_two_machines_with_one_host_name_are_two(tmp_path, monkeypatch):
+    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    names = []
+    for machine in ("one", "other"):
+        (tmp_path / machine).write_text(f"{machine}\n")
+        monkeypatch.setattr(meeting, "_BOOT", tmp_path / machine)
+        names.append(meeting._job())
+    assert len(set(names)) == 2 and meeting._job() == names[1]
+
+
 def error_of_connect(folder: str, *, seconds: float = 20.0, **arguments: str | None) -> str:
     """The error of a replica; replica 0 waits until the other has ended, and no longer."""
     ended = Path(folder, "has ended")

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 from typing import Annotated, Protocol, TypeVar
 
 import msgspec
@@ -45,15 +46,21 @@ def _launcher() -> str:
 def _job() -> str | None:
     """A name of the job that started the replica's processes, which no other job has; None without a launcher.
 
-    It is the address at which they meet: two jobs of a machine can't share a port.
+    It is the address at which they meet: two jobs of a machine can't share a port. Two machines may have one host
+    name, but on Linux no two starts have one boot_id.
     """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     # Lightning's launcher sets no RANK.
     has_launcher = "RANK" in os.environ or (dist.is_initialized() and dist.get_world_size() > 1)
     if not address or not port or not has_launcher:
         return None
-    is_local = address == "localhost" or address.startswith("127.") or address == "::1"
-    return f"{socket.gethostname() + '/' if is_local else ''}{address}:{port}"
+    if address in ("localhost", "::1") or address.startswith("127."):
+        boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
+        address = f"{socket.gethostname()}/{boot}/{address}"
+    return f"{address}:{port}"
+
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Way(Protocol):
