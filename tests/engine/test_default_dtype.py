@@ -6,13 +6,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tests.engine.cases import Case, inner_step, outer_of
+from tests.engine.cases import Case, inner_step, outer_of, parts_of
 from tests.processes import run_replicas
 from tests.rendezvous.replicas import P, Replica, new_model
 from tests.wire.cases import SPARSE
 from torch import nn
 
 import diloco
+from diloco.engine.elastic_shards import FollowingMembership, _Taken
 from diloco.outer.digest import parameters_hash
 
 DEFAULTS = [torch.float32, torch.bfloat16, torch.float64]
@@ -112,3 +113,12 @@ def test_replicas_that_meet_in_a_store(tmp_path):
             assert replica.engine._membership.failure is None
             assert all(theta.dtype == torch.float32 for theta in replica.model.parameters())
             replica.finish()
+
+
+def test_all_processes_of_a_replica_add_up_numbers_of_one_type():
+    """Of an outer step that the first of them has taken in a store."""
+    follower = FollowingMembership.__new__(FollowingMembership)
+    follower.replica = parts_of(new_model(), sync_every=2, overlap_steps=0, mixing=0.5)
+    with default_dtype(torch.bfloat16):
+        outer_step = follower._outer_step(_Taken(0, 1, 2, num_deltas=2))
+        assert [vector_N.dtype for vector_N in (outer_step.average, *outer_step.deltas)] == [torch.float32] * 3

@@ -529,7 +529,7 @@ class FollowingMembership(Membership):
 
     def _outer_step(self, taken: "_Taken") -> OuterStep:
         """An outer step whose vectors, which are whole in the first process, are empty here."""
-        nothing = partial(torch.empty, 0)
+        nothing = partial(torch.empty, 0, dtype=torch.float32, device="cpu")
 
         def deltas() -> Iterator[Tensor]:
             return (nothing() for _ in range(taken.num_deltas))
