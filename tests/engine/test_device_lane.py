@@ -166,6 +166,39 @@ def test_a_state_is_saved_and_loaded_after_what_a_send_still_writes():
     assert not [each for each in races if each[1]]
 
 
+def unfrozen() -> list[list[float]]:
+    """Θ and v of a parameter that was unfrozen after a save, with the state on the host, and on the device."""
+    values = []
+    with FakeDevice() as device:
+        case = Case(P=1, H=2, tau=0, layers_per_fragment=2)
+        for is_on_host in (True, False):
+            model = device.on_device(case.model())
+            bias = model.blocks[0].bias.requires_grad_(False)
+            engine = case.engine(model)
+            for t in (1, 2):
+                learn(model, 0, t)
+                engine.step()
+            engine.finish()
+            state = {
+                name: {key: tensor.cpu() if is_on_host else tensor.clone() for key, tensor in value.items()}
+                if isinstance(value, dict)
+                else value
+                for name, value in engine.state_dict().items()
+            }
+            bias.requires_grad_(True)
+            resumed = case.engine(model)
+            resumed.load_state_dict(state)
+            again = resumed.state_dict()
+            values.append([again[kind]["blocks.0.bias"].cpu().item() for kind in ("outer", "velocity")])
+            assert values[-1][0] == bias.cpu().item()
+    return values
+
+
+def test_a_parameter_that_was_unfrozen_since_a_save_begins_with_its_value():
+    [[on_host, on_device]] = run_replicas(unfrozen, 1)
+    assert on_host == on_device and on_host[1] == 0
+
+
 def wait_for_sends(engine: diloco.StreamingDiLoCo) -> None:
     deadline = time.monotonic() + 20
     while not all(flight.sent.done() for flight in engine._membership.in_flight):

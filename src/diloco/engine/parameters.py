@@ -318,8 +318,12 @@ class FragmentParameters:
         }
 
     def flat_of(self, fragment: int, by_name: Mapping[str, Tensor]) -> Tensor:
-        """A fragment's flat FP32 vector (N), from tensors by parameter name, sharded as the parameters are."""
-        return joined(self._parts_of(fragment, (local(by_name[name]) for name in self._by_fragment[fragment])))
+        """A fragment's flat FP32 vector (N), from tensors by parameter name, sharded as the parameters are.
+
+        It lies where the first of them does; of a saved state some may lie in host memory.
+        """
+        parts = self._parts_of(fragment, (local(by_name[name]) for name in self._by_fragment[fragment]))
+        return joined(part.to(parts[0].device) for part in parts)
 
     def fail_together(self, another: str) -> AbstractContextManager[None]:
         """A context that fails in all shards of this replica if it fails in one; `another` is one in messages."""
