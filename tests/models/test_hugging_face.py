@@ -141,7 +141,7 @@ def test_adapters_begin_as_the_model_and_are_all_that_is_trained(folder):
 
 def test_published_adapters_are_read_by_peft(folder, tmp_path):
     peft = pytest.importorskip("peft")
-    config = hugging_face_model(str(folder), lora="rank=2,targets=c_attn")
+    config = hugging_face_model(str(folder), lora="rank=2,targets=c_attn+wpe")
     adapted = config.initial(seed=0)
     for value in adapted.state_dict().values():
         torch.nn.init.normal_(value, std=0.2)

@@ -155,7 +155,8 @@ class HuggingFaceConfig(ModelConfig):
     def published_name(self, name: str) -> str:
         """The name of a parameter in the model of `transformers`, or in the file of adapters of peft."""
         name = name.removeprefix("model.")
-        return name.replace(".default.", ".") if self.lora else name
+        # An embedding's adapters are parameters, not modules: their names end with ".default".
+        return f"{name}.".replace(".default.", ".")[:-1] if self.lora else name
 
     def published_files(self) -> dict[str, bytes]:
         """The files with which `transformers` or peft reads weights of these names, by name."""
