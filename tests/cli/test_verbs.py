@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from diloco.cli.eval import _files
+from diloco.cli.eval import _files, _print_result
 from diloco.cli.main import main
 from diloco.errors import UserError
 
@@ -45,6 +45,8 @@ def test_a_task_has_the_file_that_its_name_begins():
     arc, easy, piqa = map(Path, ("arc.jsonl", "arc_easy.jsonl", "piqa_1.jsonl"))
     assert _files("", (arc, piqa)) == {"arc": arc, "piqa_1": piqa}
     assert _files("piqa,arc,hellaswag", (arc, easy, piqa)[::2]) == {"piqa": piqa, "arc": arc, "hellaswag": None}
+    assert _files("arc,arc_easy", (easy,)) == {"arc": None, "arc_easy": easy}
+    assert _files("arc_easy,arc", (easy, arc)) == {"arc": arc, "arc_easy": easy}
     for data, words in (
         (("piqa_1.jsonl", "piqa_2.jsonl"), "belong to the task 'piqa'"),
         (("arc.jsonl",), "named after"),
@@ -52,6 +54,14 @@ def test_a_task_has_the_file_that_its_name_begins():
         with pytest.raises(UserError, match=words) as error:
             _files("piqa", tuple(map(Path, data)))
         assert "data" in error.value.fields
+
+
+def test_a_metric_is_printed_with_its_standard_error_under_a_filter_too(capsys):
+    scores = {"acc": 0.5, "acc_stderr": 0.25, "exact_match,strict": 0.125, "exact_match_stderr,strict": 0.0625}
+    loss = {"eval_loss": 1.0, "eval_standard_error": None, "eval_tokens": 8, "eval_bits_per_byte": 1.0}
+    _print_result({"run": "a", "parameters": "outer", "step": 1, **loss, "tasks": {"gsm8k": scores}})
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[3:]]
+    assert rows == [["gsm8k", "acc      0.5000 ± 0.2500"], ["gsm8k", "exact_match,strict 0.1250 ± 0.0625"]]
 
 
 def test_a_damaged_summary_is_named(finished_run, tmp_path, capsys):

@@ -66,10 +66,11 @@ def _evaluate(
 def _files(tasks: str, data: tuple[Path, ...]) -> dict[str, Path | None]:
     """The file of questions of each task; None where lm-evaluation-harness has the task."""
     names = [name for name in tasks.split(",") if name] or [path.stem for path in data]
+    fitting = {path: [name for name in names if f"{path.stem}_".startswith(f"{name}_")] for path in data}
     files: dict[str, Path | None] = {}
     for name in names:
-        paths = [path for path in data if path.stem == name]
-        paths = paths or [path for path in data if path.stem.startswith(f"{name}_")]
+        # Of arc and arc_easy, arc_easy_1.jsonl is the latter's alone.
+        paths = [path for path in data if name == max(fitting[path], key=len, default="")]
         if len(paths) > 1:
             raise UserError(
                 f"data: {paths[0]} and {paths[1]} belong to the task {name!r}: name one of them", "data"
@@ -93,7 +94,8 @@ def _print_result(result: Mapping[str, Any]) -> None:
     print(f"bits per byte   {result['eval_bits_per_byte']:.4f}")
     for name, scores in result["tasks"].items():
         for metric, value in scores.items():
-            if isinstance(value, int | float) and not metric.endswith("_stderr"):
-                stderr = scores.get(f"{metric}_stderr")
+            measure, comma, chosen = metric.partition(",")  # the harness's filter, where it has a name
+            if isinstance(value, int | float) and not measure.endswith("_stderr"):
+                stderr = scores.get(f"{measure}_stderr{comma}{chosen}")
                 spread = f" ± {stderr:.4f}" if isinstance(stderr, float) and math.isfinite(stderr) else ""
                 print(f"{name:15} {metric:8} {value:.4f}{spread}")
