@@ -289,6 +289,18 @@ def test_resolve_takes_a_prepared_directory_unless_the_config_contradicts_it(sou
             resolve(DataConfig(prepared=directory, **change))
 
 
+def test_a_tokenizer_at_another_place_is_the_same_and_another_is_not(source, tmp_path):
+    config = DataConfig(train=(source,), held_out_fraction=0.2, tokenizer="bpe:260")
+    trained, other = (
+        prepare(replace(config, tokenizer=f"bpe:{size}"), tmp_path / f"{size}") for size in (260, 261)
+    )
+    named = prepare(replace(config, tokenizer=str(trained / "tokenizer.json")), tmp_path / "out")
+    for directory in (trained, named):
+        assert resolve(DataConfig(prepared=directory, tokenizer=f"{tmp_path}/out/../260")) == directory
+        with pytest.raises(UserError, match=r"data.tokenizer=.*/261 contradicts data.prepared="):
+            resolve(DataConfig(prepared=directory, tokenizer=str(other)))
+
+
 def test_a_tokenizer_that_was_exchanged_is_noticed(source, tmp_path):
     config = DataConfig(train=(source,), held_out_fraction=0.2, tokenizer="bpe:260")
     directory = prepare(config, tmp_path / "out")

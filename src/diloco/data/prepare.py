@@ -93,10 +93,13 @@ def resolve(config: DataConfig, *, progress: ProgressCallback | None = None) -> 
         settings = _settings(config, SHARD_TOKENS)
         return prepare(config, expanded(config.cache).absolute() / _name(settings), progress=progress)
     directory = expanded(config.prepared).absolute()
-    made_with = read_index(directory).settings
+    index = read_index(directory)
     for name in _CONFIGURED:
-        value, prepared_value = getattr(config, name), getattr(made_with, name)
-        if value not in (getattr(DataConfig, name), prepared_value):
+        value, prepared_value = getattr(config, name), getattr(index.settings, name)
+        is_same = value in (getattr(DataConfig, name), prepared_value)
+        if not is_same and name == "tokenizer" and is_file(value):  # by another path, or from another machine
+            is_same = sha256(tokenizer_file(value)) == index.tokenizer_digest
+        if not is_same:
             raise UserError(
                 f"data.{name}={as_typed(value)} contradicts data.prepared={directory}, which was made with "
                 f"data.{name}={as_typed(prepared_value)}: drop one of the two",
