@@ -15,7 +15,8 @@ from diloco.errors import UserError
 from diloco.models.writer import Writer, generate
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolve
-from diloco.training.records.export import export_run, hugging_face_json
+from diloco.training.records import export
+from diloco.training.records.export import export_run
 from diloco.training.records.finished import run_parameters
 from diloco.training.records.runs import claim, read_config
 from diloco.training.records.summary import OUTER_FILE
@@ -117,7 +118,13 @@ def test_transformers_cuts_texts_as_training_did_and_writes_as_the_run(run, tmp_
     assert written.tolist() == [*generate(writer, 50)][: len(written)] and len(written) > 3
 
 
-def test_a_sentencepiece_model_that_transformers_cannot_compute_is_refused(tmp_path):
-    path = sentencepiece_model(tmp_path / "own.model", ["one two three"] * 9, "char")
+def test_a_sentencepiece_model_that_transformers_cannot_compute_is_refused(tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(sentencepiece_model(tmp_path / "own.model", ["one two three"] * 9, "char"))
+    config = replace(recipe("tiny"), data=DataConfig(prepared=tmp_path))
+    config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
+    monkeypatch.setattr(export, "finished_config", lambda *_: config)
+    monkeypatch.setattr(export, "run_parameters", lambda *_: (config.model.build(seed=0), 1))
+    monkeypatch.setattr(export, "load_tokenizer", lambda _: tokenizer)
     with pytest.raises(UserError, match=r"own\.model is a SentencePiece model of words, .*: take to=safetensors"):
-        hugging_face_json(load_tokenizer(path))
+        export_run("run", "hf", tmp_path / "out")
+    assert not any((tmp_path / "out").iterdir()), "the same directory takes the other format"

@@ -58,8 +58,9 @@ def export_run(
         _write_safetensors(model, config, tokenizer, output)
     else:
         sizes = {"context": config.sequence_length, "bos_id": tokenizer.bos_id}
+        converted = hugging_face_json(tokenizer)  # refused before anything is written
         sentence = config.model.export(model, output, **sizes, merged=merged)
-        _write_tokenizer(tokenizer, config.sequence_length, output)
+        _write_tokenizer(tokenizer, converted, config.sequence_length, output)
     facts = {"run": config.name, "step": step, "num_steps": config.num_steps, "family": config.model.family}
     write_atomically(output / "README.md", [_ABOUT[to].format(**facts, sentence=sentence).encode()])
 
@@ -70,7 +71,8 @@ def files_of(config: TrainConfig) -> dict[str, bytes]:
         return {}
     assert config.data.prepared is not None, "a run's config is resolved"
     with TemporaryDirectory() as folder:
-        _write_tokenizer(load_tokenizer(config.data.prepared), config.sequence_length, Path(folder))
+        tokenizer = load_tokenizer(config.data.prepared)
+        _write_tokenizer(tokenizer, hugging_face_json(tokenizer), config.sequence_length, Path(folder))
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     return files | config.model.published_files()
 
@@ -84,9 +86,9 @@ def _write_safetensors(model: LanguageModel, config: TrainConfig, tokenizer: Tok
         copy(tokenizer_file(config.data.prepared), output)
 
 
-def _write_tokenizer(tokenizer: Tokenizer, context: int, output: Path) -> None:
+def _write_tokenizer(tokenizer: Tokenizer, converted: tuple[str, str], context: int, output: Path) -> None:
     """Write the tokenizer for transformers: BOS precedes each text, as in training."""
-    text, bos = hugging_face_json(tokenizer)
+    text, bos = converted
     write_atomically(output / "tokenizer.json", [text.encode()])
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": bos}
     settings |= {"model_max_length": context, "clean_up_tokenization_spaces": False}
