@@ -146,6 +146,8 @@ def test_published_adapters_are_read_by_peft(folder, tmp_path):
     for value in adapted.state_dict().values():
         torch.nn.init.normal_(value, std=0.2)
     named = {config.published_name(name): value for name, value in adapted.state_dict().items()}
+    saved = peft.get_peft_model_state_dict(adapted.model, save_embedding_layers=False)
+    assert named.keys() == saved.keys(), "those of an embedding, too: wpe has lora_embedding_A, and no .weight"
     with diloco.Publisher(str(tmp_path / "place"), dtype=None) as publisher:
         version = publisher.publish(named, step=1, files=config.published_files())
     with diloco.Follower(str(tmp_path / "place")) as follower:
