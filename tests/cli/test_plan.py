@@ -59,9 +59,10 @@ def test_a_plan_says_what_a_bucket_costs(capsys):
         assert bill["terabytes_down"] == pytest.approx(num_down * 1e9 * bits / 8 * rounds / 1e12, rel=1e-4)
         ratio = max(1, round(min(plan["overlap_steps"] / 8, 30) / 0.5))  # between two looks for another's payload
         doubled = 3 * outer_steps * (math.log2(ratio) - 1 + 1 / ratio)
-        again = outer_steps * (4 / (1 - math.exp(-4 / ratio)) - ratio - 0.5)
+        events = 3 + 1 + 1 / 8  # payloads and entries of an outer step; every eighth with a snapshot
+        again = outer_steps * (events / (1 - math.exp(-events / ratio)) - ratio - 0.5)
         polls = 3 * (86400 / 0.5 * (1 + 1 / 60) + again) + 2 * (3 * 86400 / 0.5 / ratio + doubled)
-        creates = outer_steps * (num_creates + (2 + 5 / num_fragments) / 8)  # every eighth with a snapshot
+        creates = outer_steps * (num_creates + (2 + 5 / num_fragments) / 8)
         gets = outer_steps * (num_gets + 4 / 8) + polls
         assert bill["requests"] == pytest.approx(creates + gets)
         assert bill["dollars"]["S3"] == pytest.approx(

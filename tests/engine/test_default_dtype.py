@@ -116,7 +116,7 @@ def test_replicas_that_meet_in_a_store(tmp_path):
 
 
 def test_all_processes_of_a_replica_add_up_numbers_of_one_type():
-    """Of an outer step that the first of them has taken in a store."""
+    """Numbers of an outer step that the first of them has taken in a store."""
     follower = FollowingMembership.__new__(FollowingMembership)
     follower.replica = parts_of(new_model(), sync_every=2, overlap_steps=0, mixing=0.5)
     with default_dtype(torch.bfloat16):

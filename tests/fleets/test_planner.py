@@ -68,7 +68,7 @@ def test_one_machine_that_never_fails_by_hand():
 
 
 def test_no_store_is_planned_that_would_refuse_the_snapshots():
-    """Of 48 layers and 7e9 parameters, 6 in a fragment have 6.9 GB of Θ and momentum."""
+    """Six of the 48 layers of 7e9 parameters have 6.9 GB of Θ and momentum."""
     kind = replace(HOME, up_mbit_s=1e5, down_mbit_s=1e5, count=2, has_open_port=True)
     sizes = {(plan.store is None, plan.layers_per_fragment) for plan in all_plans(task(kind, num_params=7e9))}
     assert sizes == {(False, 3), (True, 3), (True, 6), (True, 12)}

@@ -312,7 +312,7 @@ def test_a_payload_that_is_retired_meanwhile_is_no_violation(tmp_path: Path, mon
 def test_a_run_that_goes_on_while_it_is_read_is_no_violation(
     after, has_initial, tmp_path: Path, monkeypatch
 ) -> None:
-    """It deletes all that the replay was to read of it, and the two snapshots after it."""
+    """All that the replay was to read is deleted, and the two snapshots after it."""
     run = Handwritten(tmp_path / "run")
     run.train(5, snapshots_after=(2, 4))
     method = getattr(Replay, after)

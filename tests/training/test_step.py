@@ -113,7 +113,7 @@ def test_wsd_stays_at_the_peak_and_decays_in_the_last_steps():
 
 
 def test_wsd_may_decay_from_the_end_of_the_warm_up_on():
-    """Of 60 steps, 6 warm up by default, and 0.9 of them decay: in floats 1 − 0.9 is less than 0.1."""
+    """Six of 60 steps warm up by default, and 0.9 of them decay: in floats 1 − 0.9 is less than 0.1."""
     config = resolved(optimizer=replace(tiny().optimizer, schedule="wsd", decay_fraction=0.9))
     rates = [rate(config, step) for step in range(1, 61)]
     assert max(rates) == rates[5] == config.optimizer.learning_rate

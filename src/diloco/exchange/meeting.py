@@ -55,7 +55,7 @@ def _job() -> str | None:
     if not address or not port or not has_launcher:
         return None
     if address in ("localhost", "::1") or address.startswith("127."):
-        boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
+        boot = _BOOT.read_text(encoding="utf-8").strip() if _BOOT.exists() else ""
         address = f"{socket.gethostname()}/{boot}/{address}"
     return f"{address}:{port}"
 

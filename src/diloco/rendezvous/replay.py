@@ -596,9 +596,9 @@ class Replay:
         newest = await Log(self._store, self.state).read_all()
         return ref not in newest.fragments[p].snapshots
 
-    def _deleted(self, what: str) -> StoreError:
+    def _deleted(self, objects: str) -> StoreError:
         return StoreError(
-            f"the run in {self._store.url} went on, and deleted {what} before they were read: try again"
+            f"the run in {self._store.url} went on, and deleted {objects} before they were read: try again"
         )
 
     async def _snapshot(self, p: int, ref: SnapshotRef) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from diloco.experiments.papers.comparison import (
@@ -63,33 +64,6 @@ def sync_cadence(tier: Tier) -> Experiment:
             Panel(title="H", x_label="outer learning rate η", curves=curves(of_first, "outer_learning_rate", "H")),
         ]
 
-    def finding(rows: Sequence[Row]) -> Finding:
-        listed, rises = [], []
-        for grid in tier.cadence_grids:
-            best = [_best_rates(rows, grid, seed) for seed in tier.seeds]
-            complete = [of_seed for of_seed in best if None not in of_seed]
-            if complete:
-                listed.append(f"{_name(grid)} {_rates(complete, grid)}")
-            rises.append([of_seed == sorted(of_seed) and of_seed[0] < of_seed[-1] for of_seed in complete])
-        verdicts = [common(of_grid) if len(of_grid) > 1 else "cannot tell" for of_grid in rises]
-        if not listed:
-            return Finding("no run", "cannot tell")
-        costs = {(grid.size, grid.replicas): _cost_of_period(rows, grid) for grid in tier.cadence_grids}
-        over = ", ".join(f"{_name(grid)} {costs[grid.size, grid.replicas]}" for grid in tier.cadence_grids)
-        size, several = tier.cadence_grids[0].size, tier.cadence_grids[0].replicas
-        of_several = [n for n, replicas in costs if replicas == several]
-        smaller, *_, larger = sorted(of_several, key=lambda n: num_params(tier.sizes[n]))
-        measured = (
-            f"best outer learning rate, in each seed: {'; '.join(listed)}; loss at H = {_LONG} over {_SHORT}, "
-            f"each at its best rate: {over}"
-        )
-        verdict = (
-            f"{all_of(*verdicts)}; a long H costs less with one replica: "
-            f"{costs[size, several].rises_over(costs[size, 1])}, and in a larger model: "
-            f"{costs[smaller, several].rises_over(costs[larger, several])}"
-        )
-        return Finding(measured, verdict)
-
     return Experiment(
         name="sync_cadence",
         claim="The best outer learning rate rises with H, for every M and size. The loss rises with H, less so "
@@ -97,8 +71,36 @@ def sync_cadence(tier: Tier) -> Experiment:
         source="Figures 8 and 9",
         runs=over_seeds(tier, runs()),
         panels=panels,
-        finding=finding,
+        finding=partial(_cadence_finding, tier),
     )
+
+
+def _cadence_finding(tier: Tier, rows: Sequence[Row]) -> Finding:
+    listed, rises = [], []
+    for grid in tier.cadence_grids:
+        best = [_best_rates(rows, grid, seed) for seed in tier.seeds]
+        complete = [of_seed for of_seed in best if None not in of_seed]
+        if complete:
+            listed.append(f"{_name(grid)} {_rates(complete, grid)}")
+        rises.append([of_seed == sorted(of_seed) and of_seed[0] < of_seed[-1] for of_seed in complete])
+    verdicts = [common(of_grid) if len(of_grid) > 1 else "cannot tell" for of_grid in rises]
+    if not listed:
+        return Finding("no run", "cannot tell")
+    costs = {(grid.size, grid.replicas): _cost_of_period(rows, grid) for grid in tier.cadence_grids}
+    over = ", ".join(f"{_name(grid)} {costs[grid.size, grid.replicas]}" for grid in tier.cadence_grids)
+    size, several = tier.cadence_grids[0].size, tier.cadence_grids[0].replicas
+    of_several = [n for n, replicas in costs if replicas == several]
+    smaller, *_, larger = sorted(of_several, key=lambda n: num_params(tier.sizes[n]))
+    measured = (
+        f"best outer learning rate, in each seed: {'; '.join(listed)}; loss at H = {_LONG} over {_SHORT}, "
+        f"each at its best rate: {over}"
+    )
+    verdict = (
+        f"{all_of(*verdicts)}; a long H costs less with one replica: "
+        f"{costs[size, several].rises_over(costs[size, 1])}, and in a larger model: "
+        f"{costs[smaller, several].rises_over(costs[larger, several])}"
+    )
+    return Finding(measured, verdict)
 
 
 def _setting(row: Row) -> str:
