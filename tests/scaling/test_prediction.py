@@ -113,14 +113,18 @@ def grid(best_rate: float, best_batch: float) -> list[Point]:
 
 
 def test_values_on_the_edge_of_the_grid_are_named_and_have_no_interval():
-    edges = predict(4e5, 2, laws=Laws(grid(0.008, 1024)))
-    for name in ("learning_rate", "batch_tokens"):
-        assert edges[name]["low"] is None and "less than the step between values tried" in edges[name]["reason"]
-        assert f"the best {name} of 10 of the law's 10 points is the smallest or the largest" in edges["warning"]
+    check_edges(Laws(grid(0.008, 1024)))
     inside = predict(4e5, 2, laws=Laws(grid(0.0113, 2048)))
     assert inside["warning"] is None
     assert inside["learning_rate"]["low"] is None and "a factor 1.41" in inside["learning_rate"]["reason"]
     assert inside["batch_tokens"]["low"] is not None, "a parabola's minimum is no value of the grid"
+
+
+def check_edges(laws: Laws) -> None:
+    edges = predict(4e5, 2, laws=laws)
+    for name in ("learning_rate", "batch_tokens"):
+        assert edges[name]["low"] is None and "less than the step between values tried" in edges[name]["reason"]
+        assert f"the best {name} of 10 of the law's 10 points is the smallest or the largest" in edges["warning"]
 
 
 def test_more_seeds_of_the_best_runs_alone_make_the_grid_no_finer():
@@ -128,10 +132,7 @@ def test_more_seeds_of_the_best_runs_alone_make_the_grid_no_finer():
         best = best_points(points)
         return Laws([replace(point, num_seeds=3) if point in best else point for point in points])
 
-    edges = predict(4e5, 2, laws=repeated(grid(0.008, 1024)))
-    for name in ("learning_rate", "batch_tokens"):
-        assert edges[name]["low"] is None and "less than the step between values tried" in edges[name]["reason"]
-        assert f"the best {name} of 10 of the law's 10 points is the smallest or the largest" in edges["warning"]
+    check_edges(repeated(grid(0.008, 1024)))
     inside = predict(4e5, 2, laws=repeated(grid(0.0113, 2048)))
     assert inside["warning"] is None
     assert inside["batch_tokens"]["value"] == pytest.approx(2048), "no neighbour has as many seeds"
